@@ -122,11 +122,11 @@ def _name(instruction: str) -> str:
 
 def compile_kernel(
     kernel: Any, constants: dict[str, Any], dtype: str, capability: int, warps: int, stages: int,
-    types: dict[str, str] | None = None,
+    types: dict[str, str] | None = None, registers: int | None = None,
 ) -> Compiled:  # fmt: skip
     """Compiles a kernel with compile-time arguments `constants` for a device of `capability` (90 is sm_90).
 
-    types: types of arguments that differ from those usual in `kernels/`.
+    types: types of arguments that differ from those usual in `kernels/`. registers: the most of a thread.
     """
     names = kernel.arg_names
     usual = _POINTERS | _NUMBERS | dict.fromkeys(_WIDTHS, "i32") | dict.fromkeys(_FLOATING, f"*{dtype}") | (types or {})
@@ -134,7 +134,7 @@ def compile_kernel(
     aligned = [i for i, name in enumerate(names)
                if name not in constants and (signature[name].startswith("*") or name in _WIDTHS)]  # fmt: skip
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     binary = compiled.asm["cubin"]
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _output("cuobjdump", binary, "-res-usage")))

@@ -197,28 +197,37 @@ def w4a16(
 
 def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, kv: int = 8, head: int = 128) -> Case:
     """Each sequence has rows / sequences queries at the end of its context."""
-    tile = triton_paged.tile(heads // kv, head, torch.bfloat16)
+    tile = triton_paged.tile(heads // kv, head, torch.bfloat16, rows=rows)
     parts = -(-context // tile["PART"])
     shared = max(1, min(triton_paged.programs_of(rows, kv), parts))
-    constants = tile | {"BLOCK": 16, "CAPPED": False, "WINDOWED": False, "WITH_LSE": False, "SPLIT": shared > 1}
-    types = {"q": "*bf16", "scale": "fp32"}
+    constants = tile | {
+        "BLOCK": 16,
+        "CAPPED": False,
+        "FAST": True,
+        "WINDOWED": False,
+        "WITH_LSE": False,
+        "SPLIT": shared > 1,
+    }
+    types = {"q": "*bf16", "scale": "fp32", "slope": "fp32", "zero": "fp32"}
     code = compile_kernel(
         triton_paged.paged_attention_kernel,
         constants,
         "bf16",
         90,
-        triton_paged.warps(head),
+        triton_paged.warps(tile),
         triton_paged.stages(tile, torch.bfloat16, shared > 1),
         types,
+        triton_paged.registers(tile),
     )
     each = rows // sequences
     runs = sequences * -(-each // tile["TILE"]) * kv
     keys, seen = tile["KEYS"], context - (each - 1) / 2  # the average of a chunk's rows
-    programs = runs * shared
+    programs, turns = runs * shared, seen / keys / shared
     return Case(
-        name, f"{rows} rows of {sequences}, {context} keys", code, programs, seen / keys / shared,
+        name, f"{rows} rows of {sequences}, {context} keys", code, programs, turns,
         keys * tile["M"], 4 * sequences * context * kv * head + 4 * rows * heads * head, 4 * rows * heads * seen * head,
         4 * tile["M"] * keys * head, 4 * keys * head, left=8 * rows * heads * parts * (head + 2) * (shared > 1),
+        masked=min(1, (1 + tile["TILE"] / keys) / turns),
     )  # fmt: skip
 
 

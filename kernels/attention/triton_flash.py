@@ -8,7 +8,6 @@ their order, so that the same inputs give the same bits, and a head's do not dep
 # (kernel arguments are Triton's own values, typed at launch)
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,63 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from tpshard.kernels.attention.attention_mask import CausalMask
+from tpshard.kernels.attention.triton_scores import LOG2_E, graded_scores, powers, scales
 from tpshard.kernels.triton_device import capability_of, shared_kib
 
-_LOG2_E = math.log2(math.e)
-"""Scores are in bits: a device has 2 ** x alone."""
 _ALL = 2**30
 """The window that stands for none."""
-
-
-@triton.jit
-def _reciprocals(x):
-    """1 / x of numbers from 1 to 2**30, four by one division, whose unit has the exponentials to compute and is an
-    eighth as fast as that of multiplications."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .f32 ab, cd, all;
-        mul.f32 ab, $4, $5;
-        mul.f32 cd, $6, $7;
-        mul.f32 all, ab, cd;
-        rcp.approx.ftz.f32 all, all;
-        mul.f32 cd, all, cd;
-        mul.f32 ab, all, ab;
-        mul.f32 $0, cd, $5;
-        mul.f32 $1, cd, $4;
-        mul.f32 $2, ab, $7;
-        mul.f32 $3, ab, $6;
-        }
-        """,
-        "=&f,=&f,=&f,=&f,f,f,f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _graded(products, scale, CAPPED: tl.constexpr, FAST: tl.constexpr):
-    """What scores in bits are a multiple of, but for a number that all have in common: products of queries and keys;
-    with CAPPED the negative of 1 / (1 + exp(2 * r)), since tanh(r) is 1 plus twice that. FAST: off in the interpreter.
-    """
-    if CAPPED:
-        # from 30 bits on tanh is 1 in fp32
-        x = 1 + tl.exp2(tl.minimum(products * scale, 30.0, propagate_nan=tl.PropagateNan.ALL))
-        if FAST:
-            return -_reciprocals(x)
-        else:
-            return -1 / x
-    else:
-        return products
-
-
-@triton.jit
-def _bits(graded, slope, base):
-    """2 ** (graded * slope - base); base is of each, or of each row."""
-    slopes = tl.full(graded.shape, 1.0, tl.float32) * slope
-    return tl.exp2(tl.fma(graded, slopes, tl.broadcast_to(-base, graded.shape)))
 
 
 @triton.jit
@@ -145,8 +92,8 @@ def forward_kernel(
     """Attention of M queries of one head. Grid: (tiles of rows, sequences * heads).
 
     q, out: [b, rows, HEADS, HEAD]; k, v: [b, keys, KV_HEADS, HEAD]; documents: [b, rows], [b, keys]; lse: [b, HEADS,
-    rows]. Query m stands at key m + shift. Scores in bits are `_graded` * slope + zero. EVEN: M divides rows, and N
-    keys. BOUNDED: the cap is so low that 2 ** score and sums of them are numbers of q's type, and need not be divided
+    rows]. Query m stands at key m + shift. Scores in bits are `graded_scores` * slope + zero. EVEN: M divides rows, and
+    N keys. BOUNDED: the cap is so low that 2 ** score and sums of them are numbers of q's type, and need not be divided
     by the greatest.
     """
     sequence, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
@@ -168,17 +115,17 @@ def forward_kernel(
         tile = _tile(k + first, start, N, keys, STRIDE, HEAD, D, EVEN)
         values = _tile(v + first, start, N, keys, STRIDE, HEAD, D, EVEN)
         of_keys = _documents_at(documents, there, keys, PACKED)
-        graded = _graded(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, CAPPED, FAST)
+        graded = graded_scores(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, CAPPED, FAST)
         if PACKED or start + N > begin + shift + 1 or (WINDOWED and start < begin + M + shift - window):
             seen = _seen((m + shift - start)[:, None], n[None, :], of_rows[:, None], of_keys[None, :], keys - start,
                          window, WINDOWED, PACKED)  # fmt: skip
             graded = tl.where(seen, graded, -float("inf"))
         if BOUNDED:
-            weights = _bits(graded, slope, tl.zeros([1, N], tl.float32) - zero)
+            weights = powers(graded, slope, tl.zeros([1, N], tl.float32) - zero)
         else:
             now = tl.maximum(top, tl.max(graded, 1))
             base = tl.where(now == -float("inf"), 0.0, now) * slope
-            weights, shrunk = _bits(graded, slope, base[:, None]), _bits(top, slope, base)
+            weights, shrunk = powers(graded, slope, base[:, None]), powers(top, slope, base)
             total *= shrunk
             weighted *= shrunk[:, None]
             top = now
@@ -227,8 +174,8 @@ def query_gradient_kernel(
         tile = _tile(k + first, start, N, keys, STRIDE, HEAD, D, EVEN)
         values = _tile(v + first, start, N, keys, STRIDE, HEAD, D, EVEN)
         of_keys = _documents_at(documents, there, keys, PACKED)
-        graded = _graded(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, CAPPED, FAST)
-        weights = _bits(graded, slope, base[:, None])
+        graded = graded_scores(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, CAPPED, FAST)
+        weights = powers(graded, slope, base[:, None])
         if PACKED or start + N > begin + shift + 1 or (WINDOWED and start < begin + M + shift - window):
             seen = _seen((m + shift - start)[:, None], n[None, :], of_rows[:, None], of_keys[None, :], keys - start,
                          window, WINDOWED, PACKED)  # fmt: skip
@@ -282,8 +229,8 @@ def key_gradient_kernel(
             grads = _tile(dout + first, start, M, rows, ACROSS, HEAD, D, EVEN)
             logs = tl.load(lse + of_head * rows + there, mask=there < rows, other=0.0)
             of_rows = _documents_at(documents, there, rows, PACKED)
-            graded = _graded(tl.dot(tile, tl.trans(queries), input_precision="ieee"), scale, CAPPED, FAST)
-            weights = _bits(graded, slope, (logs * 1.4426950408889634 - zero)[None, :])
+            graded = graded_scores(tl.dot(tile, tl.trans(queries), input_precision="ieee"), scale, CAPPED, FAST)
+            weights = powers(graded, slope, (logs * 1.4426950408889634 - zero)[None, :])
             hidden = start < begin + N - 1 - shift or (WINDOWED and start + M > begin - shift + window)
             if PACKED or hidden or start + M > rows:
                 seen = _seen(m[None, :], (n - shift - start)[:, None], of_rows[None, :], of_keys[:, None],
@@ -353,7 +300,7 @@ def forward(
     out, lse = torch.empty_like(q), q.new_empty((b, h, s), dtype=torch.float32)
     tile = FlashTile.of("forward", d, q.dtype, capability_of(q))
     forward_kernel[triton.cdiv(s, tile.rows), b * h](
-        q, k, v, *_documents(mask, q), out, lse, s, k.shape[1], *_scales(scale, softcap), *_span(mask),
+        q, k, v, *_documents(mask, q), out, lse, s, k.shape[1], *scales(scale, softcap), *_span(mask),
         **tile.sizes(q, k), **kind(mask, softcap, q.is_cuda), **own_kind("forward", softcap, q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -370,7 +317,7 @@ def backward(
     dq, dk, dv, means = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     gain = scale if softcap is None else -4 * scale  # that of tanh is -4 * graded * (graded + 1)
     mask_kind = kind(mask, softcap, q.is_cuda)
-    documents, numbers = _documents(mask, q), (s, t, gain, *_scales(scale, softcap), *_span(mask))
+    documents, numbers = _documents(mask, q), (s, t, gain, *scales(scale, softcap), *_span(mask))
     tile = FlashTile.of("queries", d, q.dtype, capability_of(q))
     query_gradient_kernel[triton.cdiv(s, tile.rows), b * h](
         dout, q, k, v, out, lse, *documents, dq, means, *numbers, **tile.sizes(q, k), **mask_kind,
@@ -389,13 +336,6 @@ def _documents(mask: CausalMask, q: Tensor) -> tuple[Tensor, Tensor]:
     return (q, q) if mask.documents is None else (mask.documents[0].contiguous(), mask.documents[1].contiguous())
 
 
-def _scales(scale: float, softcap: float | None) -> tuple[float, float, float]:
-    """What products are multiplied by for `_graded`, and how scores in bits follow from it: times, and plus."""
-    if softcap is None:
-        return 1.0, scale * _LOG2_E, 0.0
-    return 2 * scale * _LOG2_E / softcap, 2 * softcap * _LOG2_E, softcap * _LOG2_E
-
-
 def _span(mask: CausalMask) -> tuple[int, int]:
     """How far the queries stand behind the keys, and the window."""
     return mask.queries.start - mask.keys.start, mask.window or _ALL
@@ -404,7 +344,7 @@ def _span(mask: CausalMask) -> tuple[int, int]:
 def own_kind(kernel: str, softcap: float | None, dtype: torch.dtype) -> dict[str, bool]:
     """The compile-time arguments that only one of the kernels has."""
     if kernel == "forward":
-        return {"BOUNDED": softcap is not None and softcap * _LOG2_E <= 80 and dtype != torch.float16}
+        return {"BOUNDED": softcap is not None and softcap * LOG2_E <= 80 and dtype != torch.float16}
     return {} if kernel == "queries" else {"OF_KEYS": kernel != "values", "OF_VALUES": kernel != "keys"}
 
 

@@ -11,17 +11,19 @@ programs). A value that is not finite reaches all rows of its tile, also those b
 # (kernel arguments are Triton's own values, typed at launch)
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from tpshard.kernels.attention.triton_scores import graded_scores, powers, scales
 from tpshard.kernels.triton_device import capability_of, shared_kib
 
 _PART = 512
 """Keys per part."""
+_MANY = 256
+"""Rows of a step from which on prompts are most of its work."""
 _PROGRAMS = 1056
 """Programs that are enough to fill a device: eight for each multiprocessor of an H100."""
 _STAGES = {True: 5, False: 3}
@@ -29,8 +31,6 @@ _STAGES = {True: 5, False: 3}
 more stages load earlier; a prompt's tiles find theirs in the cache, and want the registers."""
 _ALL = 2**30
 """The window that stands for none."""
-_LOG2_E = math.log2(math.e)
-"""Scores are in bits: a device has 2 ** x alone."""
 
 
 @triton.jit
@@ -54,9 +54,9 @@ def _add(largest, total, weighted, largest_b, total_b, weighted_b):
 
 @triton.jit
 def paged_attention_kernel(
-    q, k_pool, v_pool, positions, sequences, tables, out, lse, partial, peaks, rows, scale, width, kv_heads, window,
-    softcap, GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
-    TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr,
+    q, k_pool, v_pool, positions, sequences, tables, out, lse, partial, peaks, rows, scale, slope, zero, width,
+    kv_heads, window, GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr,
     WINDOWED: tl.constexpr, WITH_LSE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of a run of rows and one KV head. Grid: (rows, kv_heads, programs that share the parts of a run).
@@ -99,26 +99,28 @@ def paged_attention_kernel(
                 at = start + key
                 # a key that none may see is read as another: blocks outside may be another sequence's by now
                 stored = tl.minimum(tl.maximum(at, low), high).to(tl.uint32)  # whose division is a shift
-                slot = (tl.load(table + stored // BLOCK) * BLOCK + stored % BLOCK) * kv_heads + kv
+                block = tl.load(table + stored // BLOCK).to(tl.int32)
+                slot = ((block * BLOCK + (stored % BLOCK).to(tl.int32)) * kv_heads + kv).to(tl.int64)
                 if D == HEAD:
                     keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :])
                     values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :])
                 else:
                     keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :], mask=d[None, :] < HEAD, other=0.0)
                     values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :], mask=d[None, :] < HEAD, other=0.0)
-                scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-                if CAPPED:
-                    scores = softcap * (2 * tl.sigmoid(scores) - 1)  # tanh
+                scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+                scores = graded_scores(scores, scale, CAPPED, FAST)
                 if WINDOWED:
                     scores = tl.where(at[None, :] >= first[:, None], scores, -float("inf"))
                 if start + KEYS > lowest:  # some row does not see all of these keys
                     scores = tl.where(at[None, :] <= position[:, None], scores, -float("inf"))
                 now = tl.maximum(top, tl.max(scores, 1))
-                weights, shrunk = _weight(scores, now[:, None]), _weight(top, now)
+                base = tl.where(now == -float("inf"), 0.0, now) * slope
+                weights, shrunk = powers(scores, slope, base[:, None]), powers(top, slope, base)
                 sums = sums * shrunk + tl.sum(weights, 1)
                 values_sum *= shrunk[:, None]
                 values_sum += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
                 top = now
+            top = top * slope + zero
             if SPLIT:
                 at_part = (part * rows).to(tl.int64) * kv_heads * GROUP
                 tl.store(partial + at_part * HEAD + place, values_sum, mask=in_head)
@@ -159,17 +161,23 @@ def add_parts_kernel(
         tl.store(lse + place + tl.arange(0, 1), (largest + tl.log2(total)) * 0.6931471805599453)
 
 
-def tile(group: int, head: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
-    """The compile-time sizes for `group` query heads of size `head` a KV head: 64 queries are a product of Hopper's.
+def tile(
+    group: int, head: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0), rows: int = 1
+) -> dict[str, int]:
+    """The compile-time sizes for `group` query heads of size `head` a KV head, and so many rows.
 
-    KEYS, of a step of the loop, are as many as fit the shared memory of a device, however programs share them, so that
-    a row's bits do not depend on that.
+    64 queries are a product of Hopper's. Of many rows some are a prompt's, whose tiles read keys from the cache: with
+    128 queries half as often. KEYS, of a step of the loop, are as many as fit the shared memory of a device, however
+    many rows there are and programs share them, so that a row's bits do not depend on that.
     """
     queries = max(16 if dtype == torch.float32 else 64, triton.next_power_of_2(group))
     sizes = {"GROUP": group, "HEAD": head, "PART": _PART, "TILE": max(1, queries // group),
              "M": queries, "D": max(16, triton.next_power_of_2(head))}  # fmt: skip
     fitting = [keys for keys in (64, 32) if _fits(sizes | {"KEYS": keys}, dtype, _STAGES[False], capability)]
-    return sizes | {"KEYS": fitting[0] if fitting else 16}
+    sizes["KEYS"] = fitting[0] if fitting else 16
+    if rows >= _MANY and queries == 64 and head <= 128 and shared_kib(capability) > 163:
+        sizes |= {"TILE": 128 // group, "M": 128}
+    return sizes
 
 
 def stages(sizes: Mapping[str, int], dtype: torch.dtype, shared: bool, capability: tuple[int, int] = (9, 0)) -> int:
@@ -190,9 +198,15 @@ def programs_of(rows: int, kv_heads: int) -> int:
     return _PROGRAMS // (rows * kv_heads)
 
 
-def warps(head: int) -> int:
-    """Warps of a program, whose registers hold 64 rows of a head twice."""
-    return 8 if head > 128 else 4
+def warps(sizes: Mapping[str, int]) -> int:
+    """Warps of a program, whose registers hold its rows of a head twice."""
+    return 8 if sizes["HEAD"] > 128 or sizes["M"] > 64 else 4
+
+
+def registers(sizes: Mapping[str, int]) -> int | None:
+    """The most registers of a thread: with many queries as few as let two programs share a multiprocessor, so that one
+    computes products while the other has exponentials. What waits for a part's end lies in memory meanwhile."""
+    return 128 if sizes["M"] > 64 and sizes["HEAD"] <= 128 else None
 
 
 def paged_attention(
@@ -214,13 +228,13 @@ def paged_attention(
         partial = q.new_empty((parts, rows, heads, head_dim), dtype=torch.float32)
         peaks = q.new_empty((parts, rows, heads, 2), dtype=torch.float32)
     capability, positions, window = capability_of(q), positions.contiguous(), window or _ALL
-    sizes = tile(heads // kv_heads, head_dim, q.dtype, capability)
-    in_bits = _LOG2_E if softcap is None else 2 / softcap  # of the softcap's tanh, by a sigmoid
+    sizes = tile(heads // kv_heads, head_dim, q.dtype, capability, rows)
     paged_attention_kernel[rows, kv_heads, programs](
         q, k_pool, v_pool, positions, sequences.contiguous(), tables.contiguous(), out, out if lse is None else lse,
-        partial, peaks, rows, scale * in_bits, tables.shape[1], kv_heads, window, _LOG2_E * (softcap or 1.0),
-        BLOCK=block, **sizes, CAPPED=softcap is not None, WINDOWED=window != _ALL, WITH_LSE=with_lse,
-        SPLIT=programs > 1, num_warps=warps(head_dim), num_stages=stages(sizes, q.dtype, programs > 1, capability),
+        partial, peaks, rows, *scales(scale, softcap), tables.shape[1], kv_heads, window,
+        BLOCK=block, **sizes, CAPPED=softcap is not None, FAST=q.is_cuda, WINDOWED=window != _ALL, WITH_LSE=with_lse,
+        SPLIT=programs > 1, maxnreg=registers(sizes), num_warps=warps(sizes),
+        num_stages=stages(sizes, q.dtype, programs > 1, capability),
     )  # fmt: skip
     if programs > 1:
         add_parts_kernel[rows, heads](

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x8
 
 import torch
 from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_steps
-from tpshard.kernels.attention import triton_flash, triton_paged
+from tpshard.kernels.attention import triton_flash, triton_paged, triton_scores
 from tpshard.kernels.attention.attention_mask import CausalMask
 from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.quantized import triton_quantized
@@ -244,7 +244,7 @@ def test_attention_stays_on_the_chip(capability, head):
 
 
 def test_four_reciprocals_take_one_division():
-    source = inspect.getsource(triton_flash._reciprocals.fn).split('"""')[3]
+    source = inspect.getsource(triton_scores._reciprocals.fn).split('"""')[3]
     held = {f"${4 + i}": x for i, x in enumerate((1.0, 3.0, 2.0**30, 1.5))}
     for line in filter(None, (part.strip(" {}\n") for part in source.split(";"))):
         operation, _, rest = line.partition(" ")
