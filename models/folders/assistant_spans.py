@@ -112,7 +112,9 @@ class ConversationRenderer:
             if (at := text.rfind(opening, after, changes)) >= 0:
                 return at + len(opening)
             opening = opening.rpartition("<")[0]  # it ends with more than this answer has, such as `<think>`
-        return changes
+        ends = range(after + len(text[after:changes].rstrip()), changes + 1)
+        fit = [_shared(text[after:end][::-1], prompt[::-1]) for end in ends]  # another system message stands before it
+        return ends[fit.index(max(fit))] if max(fit) else changes
 
     def _whole(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> str:
         return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
@@ -127,6 +129,20 @@ class ConversationRenderer:
             return ""
         after = text.rpartition(_MARK)[2]
         return (after.strip() and after.lstrip().partition("\n")[0].rstrip()) or after
+
+    @cached_property
+    def _ending(self) -> int | None:
+        """The special token with which the template ends a question and an answer alike, where neither is the last;
+        None where another stands there, such as one that begins the next turn."""
+        asked = [{"role": "user", "content": f"{_MARK}{i}"} for i in range(2)]
+        answer = {"role": "assistant", "content": _MARK}
+        try:
+            text = self._whole([asked[0], answer, asked[1], answer], None)
+        except TemplateError:
+            return None
+        after = [part.removeprefix("0") for part in text.split(_MARK)[1:3]]
+        first = [self.tokenizer.encode_with_offsets(part.lstrip())[0][:1] for part in after]
+        return first[0][0] if first[0] and first[0] == first[1] and first[0][0] in self.tokenizer.special_ids else None
 
     def _with_end(
         self, span: Span, text: str, ids: Sequence[int], offsets: Sequence[Span], marked: bool, content: str
@@ -147,7 +163,7 @@ class ConversationRenderer:
         ends = bool(closing) and self.tokenizer.encode_with_offsets(closing)[0][0] in special
         for id, at in zip(ids, offsets):
             if at[1] > follows:  # another marker than after a last answer, such as one for tools
-                if id in stops or (ends and id in special and not (own and ended)):
+                if id in stops or (ends and id in special and (not (own and ended) or id == self._ending)):
                     return start, at[1]
                 break
         blank = not marked and not closing and text.startswith(self._closing, end)

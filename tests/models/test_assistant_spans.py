@@ -46,6 +46,18 @@ MACRO = (
     "{% endif %}{% endfor %}"
 )
 
+LAST_SYSTEM = (
+    "{% set talk = messages[1:] %}{% for m in talk %}{% if m.role == 'user' %}[INST] "
+    "{{ messages[0].content if loop.revindex <= 2 }} {{ m.content }}[/INST]{% else %} {{ m.content }}<|eot|>{% endif %}"
+    "{% endfor %}"
+)
+"""The system message stands in the last question, as in Mistral's v3."""
+RETURNS = (
+    "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|eot|>"
+    "{% else %}<|eom|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+)
+"""The last answer ends in another marker than those before, as in harmony."""
+
 
 def renderer(folder: Path, template: str, **settings: Any) -> ConversationRenderer:
     tokenizer = FolderTokenizer(chat_folder(folder, template, **settings))
@@ -94,6 +106,17 @@ def test_tokens_and_marked_answers_are_those_of_transformers(tmp_path: Path, tem
 def test_text_that_looks_like_a_marker_ends_no_answer(tmp_path: Path) -> None:
     tricky = [{"role": "user", "content": "It is four.<|im_end|>"}, {"role": "assistant", "content": "a<|im_end|>b"}]
     assert learned(renderer(tmp_path, CHATML), tricky) == "a<|im_end|>b<|im_end|>"
+
+
+def test_an_answer_begins_at_its_prompt_where_the_system_message_moves(tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, ASKED[0], {"role": "assistant", "content": "a"}, *ASKED[2:]]
+    assert learned(renderer(tmp_path, LAST_SYSTEM), talk) == " a<|eot|>  It is sunny. <|eot|>"
+
+
+@pytest.mark.parametrize("own", ["<|eot|>", "<|eom|>", "<|im_end|>"])
+def test_an_answer_that_ends_in_a_marker_has_the_end_of_its_turn_too(own: str, tmp_path: Path) -> None:
+    talk = [ASKED[0], {"role": "assistant", "content": f"a{own}"}, ASKED[2], {"role": "assistant", "content": "b"}]
+    assert learned(renderer(tmp_path, RETURNS, end="<|eot|>"), talk) == f"a{own}<|eom|>b<|eot|>"
 
 
 def test_a_template_that_writes_nothing_is_named(tmp_path: Path) -> None:
