@@ -20,6 +20,7 @@ import operator
 from collections.abc import Callable, Container, Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -133,6 +134,10 @@ def _check_arguments(called: Any, args: tuple[Any, ...], graph: fx.Graph) -> tup
     return (*first, *rest)
 
 
+_AS_THEY_ARE = frozenset((NoneType, bool, int, str))
+"""What JSON has as it is."""
+
+
 class _Writer:
     """Converts values to JSON, and collects the pool."""
 
@@ -146,26 +151,26 @@ class _Writer:
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if kind in _AS_THEY_ARE:
             return value
         if kind is float:
             return value if math.isfinite(value) else ["float", repr(value)]
         if kind in self.classes:
-            return self.add_once(value, lambda: [kind.__name__, *map(self.encode, _values(value))])
+            return self.add_once(value, lambda: [kind.__name__, *self.each(_values(value))])
         if isinstance(value, fx.Node):
             return ["node", value.name]
         if kind in (tuple, torch.Size):
-            return ["tuple", *map(self.encode, value)]
+            return ["tuple", *self.each(value)]
         if isinstance(value, list):
-            return ["list", *map(self.encode, value)]
+            return ["list", *self.each(value)]
         if isinstance(value, dict):
-            return ["map", *([self.encode(key), self.encode(item)] for key, item in value.items())]
+            return ["map", *(self.each(entry) for entry in value.items())]
         if isinstance(value, frozenset):
-            return ["set", *map(self.encode, sorted(value))]
+            return ["set", *self.each(sorted(value))]
         if kind is complex:
             return ["complex", value.real, value.imag]
         if isinstance(value, slice):
-            return ["slice", *map(self.encode, (value.start, value.stop, value.step))]
+            return ["slice", *self.each((value.start, value.stop, value.step))]
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return ["torch", str(value).removeprefix("torch.")]
         if isinstance(value, torch.device):
@@ -177,6 +182,10 @@ class _Writer:
         if isinstance(value, Program):
             return ["program", *self.program(value)]
         raise TypeError(f"a {kind.__name__} cannot be stored")
+
+    def each(self, values: Iterable[Any]) -> list[Any]:
+        """`encode` of each; most values are plain, which are not worth a call."""
+        return [value if type(value) in _AS_THEY_ARE else self.encode(value) for value in values]
 
     def add_once(self, value: Any, make: Callable[[], Any]) -> list[Any]:
         """Adds `make()`, the JSON of `value`, to the pool unless it is there, and returns a reference to it."""
@@ -205,7 +214,7 @@ class _Writer:
     def node(self, node: fx.Node) -> list[Any]:
         kwargs = self.encode(dict(node.kwargs)) if node.kwargs else None
         target = node.target if isinstance(node.target, str) else self.target(node.target)
-        return [node.name, node.op, target, *map(self.encode, (node.args, node.meta.get(INFO))), kwargs]
+        return [node.name, node.op, target, *self.each((node.args, node.meta.get(INFO))), kwargs]
 
     def target(self, target: Any) -> list[str]:
         """The operation or function that a node calls."""

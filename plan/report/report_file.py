@@ -32,12 +32,26 @@ def loads(text: str, kind: type[T]) -> T | None:
         return None
 
 
+_SCALARS = frozenset((str, int, float, bool, NoneType))
+
+
 def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
+    kind: Any = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is list or kind is tuple:
+        return [one if type(one) in _SCALARS else _plain(one) for one in value]
+    if (names := _names(kind)) is not None:
+        return [one if type(one) in _SCALARS else _plain(one) for one in (getattr(value, name) for name in names)]
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...] | None:
+    """The fields of a dataclass; None for others."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 @cache
