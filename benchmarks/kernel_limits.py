@@ -37,6 +37,7 @@ from tpshard.kernels.fp8 import fp8_launch, triton_fp8
 from tpshard.kernels.fp8.fp8_blocks import SMALLEST
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed, ragged_chunk
+from tpshard.kernels.triton_device import programs_at_once
 
 from compiled_kernel import Compiled, compile_flash, compile_kernel
 from record import Record, close_with_table, parser_of
@@ -44,8 +45,6 @@ from record import Record, close_with_table, parser_of
 MULTIPROCESSORS, SCHEDULERS, LANES = 132, 4, 32
 """Of an H100 or H200 (NVIDIA H100 white paper); their products take 4096 FLOPs in bf16 a cycle and multiprocessor."""
 CYCLE_FLOPS = {"bf16": 4096, "fp8": 8192}
-REGISTERS, SHARED, THREADS, PROGRAMS = 65536, 228 << 10, 2048, 32
-"""What programs of a multiprocessor share; each takes 1 KiB of shared memory for itself."""
 LATENCY, RAMP, L2_CYCLE = 0.8e-6, 1.6e-6, 27.5
 """Assumed: seconds from a copy's issue to its arrival under load, twice that, and bytes that the L2 cache gives a
 multiprocessor in a cycle (5.5 TB/s were measured by others on an H100 PCIe, of 114 multiprocessors at 1.755 GHz)."""
@@ -123,9 +122,8 @@ def _cycles(loop: Counter[str]) -> int:
 
 
 def expected(case: Case, on: Device) -> Expected:
-    code, registers = case.compiled, -(-case.compiled.registers // 8) * 8
-    threads = LANES * code.warps
-    resident = min(REGISTERS // (registers * threads), SHARED // (code.shared + 1024), THREADS // threads, PROGRAMS)
+    code = case.compiled
+    resident = programs_at_once(code.registers, code.shared, code.warps, (9, 0))
     clock = on.rates["bf16"] / (MULTIPROCESSORS * CYCLE_FLOPS["bf16"])
     limit = max(case.bytes / on.memory_bandwidth, case.flops / on.rates[case.rate])
     a_turn = case.bytes / case.programs / case.turns
@@ -169,17 +167,21 @@ def packed_like(inputs: int, columns: int, chunk: int = 128, chunks: int = 0) ->
 
 def w4a16(
     name: str, rows: int, inputs: int, columns: int, gated: bool = False, groups: int = 0, filled: int = 0,
-    experts: int = 0, k: int = 0,
+    experts: int = 0, k: int = 0, widest: bool = False,
 ) -> Case:  # fmt: skip
     """groups: of ragged groups, their number and the rows to which each is filled up on average. experts: their number,
-    of which each row goes to k, evenly."""
+    of which each row goes to k, evenly. widest: by the tile of most columns, not by the best guess."""
     packed = packed_like(inputs, columns, ragged_chunk(4) if groups else 128, groups * filled // ragged_chunk(4))
     groups, used = groups or inputs // 128, min(experts, rows * k) if experts else 1
     each = rows * k // used if experts else rows
     share = MULTIPROCESSORS // min(experts, 8) if experts else MULTIPROCESSORS
-    tile = triton_launch.tiles(each, packed, gated, share)[0]
+    tiles = triton_launch.tiles(each, packed, gated, share)
+    tile = max(tiles, key=lambda tile: tile.columns) if widest else tiles[0]
     constants = triton_launch.constants(packed, columns, gated, tile, True, k)
     code = compile_kernel(triton_quantized.matmul_kernel, constants, "bf16", 90, tile.warps, tile.stages)
+    if not experts:
+        places = MULTIPROCESSORS * programs_at_once(code.registers, code.shared, code.warps, (9, 0))
+        tile = triton_launch.in_waves(tile, rows, packed, gated, places)
     outputs, blocks = columns // (2 if gated else 1), used * -(-each // tile.rows)
     blocks *= -(-outputs // tile.columns)
     chunk, width = packed.chunk, tile.columns * (2 if gated else 1)
@@ -309,6 +311,7 @@ def cases() -> Iterator[Case]:
     """The hot kernels, on shapes of Llama 3 8B and 70B, of Mixtral 8x7B and of Gemma 2 9B."""
     for rows in (1, 16, 64):
         yield w4a16("W4A16", rows, 8192, 8192)
+    yield w4a16("W4A16, one program a multiprocessor", 64, 8192, 8192, widest=True)
     yield w4a16("W4A16, gate and up of 70B, tp 8", 1, 8192, 7168, gated=True)
     # groups of 128 whose rows lie on two ranks, or eight: 64 or 16 of each, filled up to 80 and 32 on average
     yield w4a16("W4A16, ragged groups, tp 2", 1, 4096, 8192, groups=64, filled=80)

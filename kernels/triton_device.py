@@ -1,4 +1,4 @@
-"""What the Triton kernels ask of a device: what it can do, its shared memory, and counters.
+"""What the Triton kernels ask of a device: what it can do, how many programs it computes at once, and counters.
 
 By the counters the programs of a launch know which of them finishes last, so that it adds up what all computed.
 """
@@ -25,6 +25,24 @@ def shared_kib(capability: tuple[int, int]) -> int:
     """KiB of shared memory that one program may use (CUDA C++ Programming Guide, technical specifications); that of
     devices for workstations where the capability is not known."""
     return _SHARED.get(capability, _LEAST_SHARED)
+
+
+def programs_at_once(registers: int, shared: int, warps: int, capability: tuple[int, int]) -> int:
+    """How many programs of so many registers a thread, bytes of shared memory and warps a multiprocessor holds (CUDA
+    C++ Programming Guide, technical specifications; registers are dealt out in eights)."""
+    threads, programs = (2048, 32) if shared_kib(capability) > _LEAST_SHARED else (1536, 24)
+    of_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    of_shared = (shared_kib(capability) + 1 << 10) // (shared + 1024)  # 1 KiB of each is the system's
+    return min(of_registers, of_shared, threads // (32 * warps), programs)
+
+
+def whole_waves(blocks: int, places: int, most: int) -> int:
+    """Into how many parts, up to `most`, the work of `blocks` programs is split for a device that computes `places` at
+    once: the fewest whose waves take at most 5% more than the least, since a last wave of few programs costs as much as
+    a full one, and each part leaves sums for others to add."""
+    waves = {parts: -(-blocks * parts // places) / parts for parts in range(1, most + 1)}
+    least = min(waves.values())
+    return next(parts for parts, cost in waves.items() if cost <= 1.05 * least)
 
 
 def arrivals(device: torch.device) -> Tensor:

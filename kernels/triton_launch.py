@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tpshard.kernels.experts.triton_experts import SortedChoices
 from tpshard.kernels.linear import fixed_rows_linear
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
-from tpshard.kernels.triton_device import arrivals, capability_of
+from tpshard.kernels.triton_device import arrivals, capability_of, programs_at_once, whole_waves
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,10 @@ def tiles(
             shapes = shapes[:1]  # the zeros of two matrices spill with four warps
         if not gated:  # the narrow one took two thirds of the wide one's time on an H100
             shapes.reverse()
-            if not packed.quads and packed.width < 8:
-                shapes.append((wide, 4, 3))
+            if not packed.quads:  # fewer columns' programs read x fewer times, of which two fit a multiprocessor or one
+                shapes = [(wide, 4, 3)] * (packed.width < 8) + shapes
+            if capability[0] == 9:
+                shapes.append((2 * wide, 8, 3))
     else:
         shapes = [(wide, 8, 3)]
     if packed.chunk == 32:
@@ -99,11 +101,26 @@ def tiles(
     return candidates
 
 
+def in_waves(tile: Tile, rows: int, packed: Packed, gated: bool, places: int) -> Tile:
+    """The tile with as many parts as are whole waves on a device that holds so many of its programs at once."""
+    outputs = packed.columns // (2 if gated else 1)
+    blocks = -(-outputs // tile.columns) * -(-rows // tile.rows)
+    return replace(tile, parts=whole_waves(blocks, places, max(1, min(len(packed.words) // 4, 32))))
+
+
 def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile, choices: SortedChoices | None = None) -> Tensor:
+    """The product of `launch_matmul`."""
+    return launch_matmul(x, packed, gated, tile, choices)[0]
+
+
+def launch_matmul(
+    x: Tensor, packed: Packed, gated: bool, tile: Tile, choices: SortedChoices | None = None
+) -> tuple[Tensor, Any]:
     """x [rows, inputs] contiguous -> [rows, columns]; if gated silu(gate) * up [rows, columns / 2].
 
     One kernel launch; another one before it spreads x where groups are ragged. With `choices`, `packed` is a stack of
-    experts: x [choices or rows, inputs] -> [choices, columns], 0 for those that another device computes.
+    experts: x [choices or rows, inputs] -> [choices, columns], 0 for those that another device computes. Also returns
+    Triton's compiled kernel; None where there is nothing to compute, and in the interpreter.
     """
     x = x if packed.rows is None else x.index_select(-1, packed.rows)
     rows, inputs = x.shape
@@ -116,7 +133,7 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile, choices: SortedCh
         rows, out = choices.choices, x.new_zeros(choices.choices, columns)
         routing = (choices.order, choices.starts, choices.ends, choices.experts, choices.first_block)
     if not out.numel():
-        return out
+        return out, None
     blocks, large = blocks_m * -(-columns // tile.columns), rows * max(inputs, columns) >= 2**31
     partial, arrived = out, out
     if tile.parts > 1:
@@ -124,14 +141,14 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile, choices: SortedCh
         arrived = arrivals(x.device)
         if blocks > arrived.numel():
             raise ValueError(f"{blocks} blocks are too many to split their inputs.")
-    triton_quantized.matmul_kernel[(blocks, tile.parts)](
+    compiled = triton_quantized.matmul_kernel[(blocks, tile.parts)](
         x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.pieces, packed.words),
         _or(packed.bias, packed.scales), out, partial, arrived, *routing, rows, columns, inputs,
         len(packed.words) // experts, packed.group_chunks, packed.first_chunk, blocks_m, experts,
         len(packed.scales) // experts, num_warps=tile.warps, num_stages=tile.stages,
         **constants(packed, columns, gated, tile, x.is_cuda and x.dtype != torch.float32, sharing, large),
     )  # fmt: skip
-    return out
+    return out, compiled
 
 
 def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -319,7 +336,7 @@ class TileChoice:
             guesses = tiles(x.shape[0], packed, gated, multiprocessors, capability_of(x))
             if torch.cuda.is_current_stream_capturing():
                 return guesses[0] if x.shape[0] <= 64 else None
-            self.milliseconds[key] = self._measure(x, packed, gated, guesses)
+            self.milliseconds[key] = self._measure(x, packed, gated, guesses, multiprocessors)
             self.choices[key] = min(self.milliseconds[key], key=lambda tile: self.milliseconds[key][tile])
         return self.choices[key]
 
@@ -328,13 +345,23 @@ class TileChoice:
         form = (packed.width, packed.inputs, packed.columns, packed.chunk, packed.group_chunks, packed.zeros is None)
         return (x.device, x.dtype, rows, gated, packed.pieces is None, packed.bias is None, *form)
 
-    def _measure(self, x: Tensor, packed: Packed, gated: bool, guesses: list[Tile]) -> dict[Tile | None, float]:
+    def _measure(
+        self, x: Tensor, packed: Packed, gated: bool, guesses: list[Tile], multiprocessors: int
+    ) -> dict[Tile | None, float]:
+        """Milliseconds of each way, and of the best guess in as many parts as are whole waves of its programs."""
         times: dict[Tile | None, float] = {None: _median_ms(lambda: dense_matmul(x, packed, gated))}
         for guess in guesses:
             try:
                 times[guess] = _median_ms(lambda tile=guess: matmul(x, packed, gated, tile))  # type: ignore[misc]
             except triton.runtime.errors.OutOfResources:
                 continue  # the tile needs more shared memory than the device has
+        if tried := [guess for guess in guesses if guess in times]:
+            best = min(tried, key=lambda guess: times[guess])
+            compiled = launch_matmul(x, packed, gated, best)[1]
+            programs = programs_at_once(compiled.n_regs, compiled.metadata.shared, best.warps, capability_of(x))
+            tile = in_waves(best, x.shape[0], packed, gated, multiprocessors * programs)
+            if tile not in times:
+                times[tile] = _median_ms(lambda: matmul(x, packed, gated, tile))
         return times
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,7 +18,7 @@ from patience import PATIENCE
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
 
 import torch
-from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_steps
+from tpshard.kernels import triton_device, triton_launch, triton_norm, triton_optimizer, triton_steps
 from tpshard.kernels.attention import triton_flash, triton_paged, triton_scores
 from tpshard.kernels.attention.attention_mask import CausalMask
 from tpshard.kernels.experts import triton_experts
@@ -118,6 +119,36 @@ def forms(capability):
     return [packed_like(sym=False, quads=quads), ragged, packed_like(8, quads=quads),
             packed_like(2, sym=False, quads=quads), packed_like(chunk=64, sym=False, quads=quads),
             packed_like(chunk=32, quads=quads), packed_like(quads=quads)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("registers", "shared", "warps", "capability", "programs"), [
+    (255, 0, 4, (9, 0), 2), (128, 96 << 10, 8, (9, 0), 2), (128, 114 << 10, 8, (9, 0), 1), (32, 0, 1, (9, 0), 32),
+    (32, 0, 8, (8, 6), 6), (64, 60 << 10, 4, (8, 0), 2), (64, 60 << 10, 4, (12, 0), 1),
+])  # fmt: skip
+def test_a_multiprocessor_holds_as_many_programs_as_what_it_shares_allows(
+    registers, shared, warps, capability, programs
+):
+    assert triton_device.programs_at_once(registers, shared, warps, capability) == programs
+
+
+@pytest.mark.parametrize(
+    ("blocks", "places", "most", "parts"),
+    [(64, 264, 16, 4), (56, 924, 16, 16), (100, 132, 16, 5), (132, 132, 16, 1), (133, 132, 1, 1), (1000, 132, 4, 1)],
+)
+def test_parts_fill_whole_waves(blocks, places, most, parts):
+    """100 blocks on 132 places are 1 wave, in 5 parts 4, in 13 parts 10 of a thirteenth each, hardly less."""
+    assert triton_device.whole_waves(blocks, places, most) == parts
+
+
+def test_the_best_tile_is_measured_in_whole_waves_too(monkeypatch):
+    packed, x = packed_like(), torch.empty(16, 4096, dtype=torch.bfloat16, device="meta")
+    compiled = SimpleNamespace(n_regs=168, metadata=SimpleNamespace(shared=40 << 10))
+    monkeypatch.setattr(triton_launch, "_median_ms", lambda call: call())
+    monkeypatch.setattr(triton_launch, "dense_matmul", lambda *how: 9.0)
+    monkeypatch.setattr(triton_launch, "launch_matmul", lambda x, packed, gated, tile, *_: (4.0 / tile.parts, compiled))
+    times = triton_launch.TileChoice()._measure(x, packed, False, [Tile(16, 128, 2), Tile(16, 64, 3)], 132)
+    # three programs at once on each multiprocessor: 64 blocks in 6 parts are nearly one wave
+    assert times == {None: 9.0, Tile(16, 128, 2): 2.0, Tile(16, 64, 3): 4 / 3, Tile(16, 64, 6): 4 / 6}
 
 
 def emulate(assembly: str, word: int, offset: int, dtype: torch.dtype) -> list[float]:
