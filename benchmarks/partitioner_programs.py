@@ -425,6 +425,15 @@ CASES: dict[str, Case] = {
                                    [(None, "x", "y")]),
     "shifted windows, uneven": Case(annotated_windows, {"x": 4}, [((8, 56, 56, 64), (None, "x")), *WINDOWS],
                                     [(None, "x")]),
+    "shifted windows without annotations, uneven": Case(
+        shifted_windows, {"x": 4}, [((8, 56, 56, 64), (None, "x")), *WINDOWS], [(None, "x")]
+    ),
+    "shifted windows of uneven images": Case(
+        shifted_windows, {"x": 3}, [((8, 48, 32, 64), (None, "x")), *WINDOWS], [(None, "x")]
+    ),
+    "shifted windows, uneven, gradients": Case(
+        shifted_windows_grads, {"x": 4}, [((8, 56, 56, 64), (None, "x")), *WINDOWS], [()] * 3
+    ),
     "group norm, uneven": Case(group_norm, {"x": 2}, [((4, 96, 32, 32), (None, "x"))], [(None, "x")]),
     "rows in blocks, uneven": Case(lambda xp, x: xp.softmax(x.reshape(15, 64, E), 1), ONE, [((960, E), ("x",))]),
     "convolution, channels": Case(xp_conv, ONE, [((4, 64, 32, 32), (None, "x")), ((64, 64, 3, 3), (None, "x"))],

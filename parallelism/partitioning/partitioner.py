@@ -132,7 +132,7 @@ class _Partitioner:
         """
         self._choose_all(first=True)
         self.propagated |= detours(
-            self.graph, self.rules, self.choices, self.propagated, self.computed, self.s.annotated
+            self.graph, self.rules, self.choices, self.propagated, self.computed, self.s.annotated, self.sharers
         )
         natural = self._choose_all(first=False)
         self.partial, self.left_partial = carried_sums(self.graph, self.rules, natural, self.unreduced)

@@ -36,6 +36,21 @@ def test_a_weights_columns_do_not_take_the_axis_of_the_batch() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("members", [4, 3])
+def test_what_several_products_read_is_exchanged_once_instead_of_each_result(members: int) -> None:
+    """Merging windows behind the batch takes the axis from their rows: of the images, not of queries, keys, values."""
+
+    def attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = x.view(4, 6, 2, 3, 8).permute(0, 1, 3, 2, 4).reshape(-1, 2, 8)
+        return F.scaled_dot_product_attention(*((parts @ w).unsqueeze(1) for w in (q, k, v)))
+
+    generator = torch.Generator().manual_seed(0)
+    args = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 12, 3, 8), *[(8, 8)] * 3)]
+    program = partition(attend, args, Mesh({"x": members}), [(None, "x"), None, None, None])
+    assert [comm.value for comm in program.collectives if comm.kind == "all_to_all"] == [("arg0",)]
+    torch.testing.assert_close(program.simulate(*args)[0], attend(*args))
+
+
 def test_readers_that_do_not_fetch_a_table_do_not_share_its_gather() -> None:
     """A lookup sends its rows rather than a larger table; the product with the same table reads it as it lies."""
 
