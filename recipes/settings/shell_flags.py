@@ -33,6 +33,12 @@ def read(data: bytes, file: str) -> StatedSettings:
     if not words and not script.lost:
         for value in script.variables.values():
             settings += _settings([piece for one in value or () for piece in flags_apart(one)], script)
+    by_name = {one.key: one for one in settings}
+    for key, names in OF_SRUN.items():
+        said = next((by_name[f"srun {name}"] for name in names if f"srun {name}" in by_name), None)
+        count = said.value[0] if said is not None and isinstance(said.value, list) else said and said.value
+        if said is not None and key not in by_name and isinstance(count, int):
+            settings.append(said.named(key, count))
     known = {one.key for one in settings}
     for key, name in (("--nnodes", "SLURM_NNODES"), ("--nproc-per-node", "SLURM_GPUS_ON_NODE")):
         if key not in known and name in hosts and hosts[name].chars.isdigit():
@@ -45,6 +51,8 @@ def read(data: bytes, file: str) -> StatedSettings:
     return StatedSettings(by_key(settings), (*_lost(script), *script.absent, *_twice(settings)), tuple(lost))
 
 
+OF_SRUN = {"--nnodes": ("--nodes",), "--nproc-per-node": ("--gpus-per-node", "--ntasks-per-node")}
+"""Flags of `srun` that say how many devices there are, where no launcher behind it does."""
 DIRECTIVES = (
     (r"(?:--nodes[= ]|-N ?)", ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
     (r"(?:--gpus-per-node[= ]|--gres=gpu:|-G ?)(?:\w+:)?", ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")),

@@ -60,6 +60,8 @@ class _Branch:
     """Of `case`: the text that patterns are compared with; None: not known."""
     awaits: bool = False
     """Of `case`: whether a pattern comes next."""
+    outer: dict[str, tuple[Text, ...] | None] | None = None
+    """Of a function: the arguments around it."""
 
 
 @dataclass
@@ -82,6 +84,10 @@ class Script:
     reading: list[str] = field(default_factory=list)
     """The files that are being read, the sourced one last."""
     branches: list[_Branch] = field(default_factory=list)
+    calls: dict[str, list[Command]] = field(default_factory=dict)
+    """The calls of each of the script's functions."""
+    entered: str = ""
+    """The function whose body comes next."""
     budget: int = MAX_TEXT
     follows: bool | None = True
     """Whether a command runs by what is before it, as after `&&`; None: not known."""
@@ -93,6 +99,14 @@ class Script:
 
     def read(self) -> None:
         """Goes through the script's commands."""
+        lexer = Lexer(self.text, 0)
+        commands = list(lexer.commands())
+        for number, command in enumerate(commands):
+            if lexer.ends[number] == "(" and command and command[-1].literal:
+                self.calls[command[-1].literal] = []
+        for command in commands:
+            if command and len(command) > 1 and command[0].literal in self.calls:
+                self.calls[command[0].literal].append(command)
         self._read(0, self.file)
 
     def place(self, at: int, width: int) -> Source:
@@ -186,6 +200,8 @@ class Script:
                 holds = self._test(command[1:]) if word == "if" else None
                 if (end, holds) not in (("\n", holds), (";", holds), ("||", True), ("&&", False)):
                     holds = None
+                if word == "for":
+                    holds = self._loop(command)
                 self.branches.append(_Branch(OPENS[word], holds, bool(holds)))
                 if word == "case":
                     self._case(command, end)
@@ -198,16 +214,39 @@ class Script:
                 if word == "elif":
                     return
             elif self.branches and word == self.branches[-1].end:
-                self.branches.pop()
-            elif word == "{" and end in ("\n", ";"):
-                self.branches.append(_Branch("}", True))
+                for name, words in (self.branches.pop().outer or {}).items():
+                    self.variables.pop(name, None)
+                    self.variables |= {} if words is None else {name: words}
+            elif word == "{" and (end in ("\n", ";") or self.entered):
+                self.branches.append(_Branch("}", True, outer=self._arguments()))
             elif word not in ("then", "do", "function"):
                 break
             command = command[1:]
         if end == "(" and len(command) == 1:  # a function, which may be called or not
+            self.entered = command[0].literal
             return
         if command and self._runs is not False and not self._assigned(command):
             self._called(command)
+
+    def _arguments(self) -> dict[str, tuple[Text, ...] | None]:
+        """Puts in the arguments of the function that begins, where one command calls it; those around it."""
+        calls, self.entered = self.calls.get(self.entered, []), ""
+        words = [text for word in calls[0][1:] for text in self._expand(word)] if len(calls) == 1 else []
+        names = {"@": tuple(words), "*": tuple(words)} | {str(n): (word,) for n, word in enumerate(words, 1)}
+        outer = {name: self.variables.get(name) for name in names}
+        if words:
+            self.variables |= names
+        return outer if words else {}
+
+    def _loop(self, command: Command) -> bool | None:
+        """Takes the variable of `for NAME in WORD ...`, which is known where there is one word; whether the body runs,
+        None where that is not known."""
+        if len(command) < 4 or command[2].literal != "in":
+            return None
+        words = [text for word in command[3:] for text in self._expand(word)]
+        known = bool(words) and not any(UNKNOWN in text.chars for text in words)
+        self.variables[command[1].literal] = (words[0],) if known and len(words) == 1 else None
+        return True if known else None
 
     def _case(self, command: Command, end: str) -> None:
         """Begins `case WORD in`, which may have its first pattern behind it."""
@@ -291,6 +330,8 @@ class Script:
             return
         if command[name].literal in ("[", "[["):
             return
+        if len(self.calls.get(command[name].literal, ())) == 1:
+            return  # its words stand in the function
         if command[name].literal == "read":
             self._read_variable(command[name + 1 :])
             return

@@ -641,3 +641,30 @@ def test_a_script_that_starts_nothing_is_told_as_such() -> None:
     with pytest.raises(Mistakes) as caught:
         translated("accelerate", "#!/bin/bash\necho hello\n")
     assert caught.value.diagnostics[0].message == "the script starts no training"
+
+
+STARTED = """\
+MODEL=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048)
+run() {
+  srun --nodes 2 --gpus-per-node 8 python pretrain_gpt.py "${MODEL[@]}" "$@" --tensor-model-parallel-size 2
+}
+run --train-iters 100 --bf16 --lr 1e-4 --micro-batch-size 2
+"""
+
+
+def test_a_function_has_the_words_of_its_one_call() -> None:
+    keys = {line.key: line.value for line in translated("megatron", STARTED)[0].lines}
+    assert (keys["mesh"], keys["train.steps"]) == ({"dp": 8, "fsdp": 1, "tp": 2}, 100)
+    twice = translated("megatron", STARTED + "run --train-iters 5 --bf16\n")[0]
+    assert "$@" in names(twice), "of several calls none counts"
+
+
+def test_a_loop_over_one_word_has_its_value() -> None:
+    script = (
+        "for TP in 4; do\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --hidden-size 1024 --bf16"
+        " --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1"
+        " --tensor-model-parallel-size $TP --train-iters 9 --lr 1e-4\ndone\n"
+    )
+    assert {line.key: line.value for line in translated("megatron", script)[0].lines}["mesh"]["tp"] == 4
+    several = translated("megatron", script.replace("in 4", "in 2 4"))[0]
+    assert "--tensor-model-parallel-size" in names(several)
