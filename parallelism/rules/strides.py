@@ -74,7 +74,8 @@ def dense_exactly(x: Tensor) -> Tensor:
 
 def dense_last(x: Tensor) -> Tensor:
     """Returns the tensor, or a copy if the elements of its last dim are not adjacent."""
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+    # not `contiguous`, which no fake CUDA tensor of a build without CUDA has
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 @cache
