@@ -138,12 +138,49 @@ class ControlFlow(TorchFunctionMode):
         _check_carried("while_loop", held, body.results)
         whole = _joined(traced)
         if _differentiated(body.results):
-            raise ValueError(
-                "`while_loop` has no gradient here: use `scan`, whose length is known, or pass it `tensor.detach()`"
-            )
+            results = self._while_loop_with_gradient(cond_fn, body_fn, held, additional_inputs, body, whole)
+            return pytree.tree_unflatten(results, body.tree)
         graphs = [each.graph(whole) for each in traced]
         results = self.record(while_loop, graphs, [len(held)], [*held, *whole], body.results)
         return pytree.tree_unflatten(results, body.tree)
+
+    def _while_loop_with_gradient(
+        self, cond_fn: Function, body_fn: Function, carried: Sequence[Tensor], more: Sequence[Any], body: _Traced,
+        whole: Sequence[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
+        """A loop that counts its runs. Its gradient runs as often, and computes what a run began with from the start:
+        how much a loop would keep depends on data."""
+        operands, zero = [*carried, *whole], torch.zeros((), dtype=torch.int64)
+        summed = [i for i, x in enumerate(body.results) if x.is_floating_point()]
+        needed = _needed(operands)
+        leaves = [i for i in range(len(operands)) if i in needed or i in summed]
+        gradient, n, runs = body.gradient(whole, leaves, summed), len(carried), [zero]
+        stand_ins = dict(self.stand_ins)  # those of now, also where the gradient is traced later
+
+        def again(running: Function, begin: Sequence[Tensor]) -> list[Tensor]:
+            """The number of runs while `running(count, *carried)`, and what is carried then."""
+            following = lambda count, *c: (count + 1, *pytree.tree_leaves(body_fn(*c, *more)))  # noqa: E731
+            return list(self._while_loop(lambda count, *c: running(count, *c), following, [zero, *begin], ()))
+
+        def forward() -> list[Tensor]:
+            runs[0], *results = again(lambda _, *c: cond_fn(*c, *more), carried)
+            return results
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            def step(left: Tensor, *grown: Tensor) -> list[Tensor]:
+                by = dict(zip(leaves, grown))
+                begin = again(lambda count, *_: count < left - 1, carried)[1:]
+                apart = [x.detach() for x in whole]
+                found = dict(zip(leaves, gradient(*begin, *apart, *(by[i] for i in summed))))
+                return [left - 1, *(found[i] if i < n else by[i] + found[i] for i in leaves)]
+
+            ends = [grads[i] if i in summed else torch.zeros_like(operands[i]) for i in leaves]
+            with self.replacing(stand_ins):
+                _, *grown = self._while_loop(lambda left, *_: left > 0, step, [runs[0], *ends], ())
+            by = dict(zip(leaves, grown))
+            return [by[i] for i in needed]
+
+        return _apply(forward, backward, operands, needed)
 
     def _associative_scan(self, combine_fn: Function, xs: Sequence[Tensor], additional_inputs: Sequence[Any]) -> Any:
         from torch._higher_order_ops.associative_scan import generic_associative_scan

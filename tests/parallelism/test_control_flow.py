@@ -128,6 +128,29 @@ def roots(ops: Ops, x: Tensor, w: Tensor) -> Any:
     return ops[2](lambda i, y: (y.square() - 2).abs().max() > 1e-9, step, first)
 
 
+def repeated(ops: Ops, x: Tensor, w: Tensor) -> Any:
+    """A loop whose gradient is taken, with data-dependent runs, a condition inside and a loop that never runs."""
+
+    def step(i: Tensor, y: Tensor) -> Any:
+        turned = ops[0](i > 1, lambda y: torch.tanh(y @ w @ w.t()), lambda y: torch.sin(y) + x, (y,))
+        return i + 1, turned * 0.5
+
+    first = torch.zeros((), dtype=torch.int64)
+    i, y = ops[2](lambda i, y: (i < 5) & (y.detach().square().sum() > 1e-3), step, (first, x * 1))
+    return i, y, ops[2](lambda i, y: i < 0, step, (first, y + w.sum()))[1]
+
+
+def carried_weights(ops: Ops, x: Tensor, w: Tensor) -> Any:
+    """A scan of loops that carry what they multiply by."""
+
+    def step(h: Tensor, y: Tensor) -> Any:
+        loop = lambda i, h, v: (i + 1, torch.tanh(h @ v @ w.t()) + y, v * 0.9)  # noqa: E731
+        h = ops[2](lambda i, h, v: i < 2, loop, (torch.zeros((), dtype=torch.int64), h, w * 1))[1]
+        return h, h * 2
+
+    return ops[1](step, x[0] * 1, x)
+
+
 def associative(ops: Ops, x: Tensor, w: Tensor) -> Any:
     def both(a: Any, b: Any) -> Any:
         return a[0] * b[0], b[0] * a[1] + b[1]
@@ -135,7 +158,18 @@ def associative(ops: Ops, x: Tensor, w: Tensor) -> Any:
     return associative_scan(both, (torch.sigmoid(x), x), 1, combine_mode="generic")
 
 
-CASES = [branches, recurrent, softmax_by_blocks, written, nested, annotated, roots, associative]
+CASES = [
+    branches,
+    recurrent,
+    softmax_by_blocks,
+    written,
+    nested,
+    annotated,
+    roots,
+    repeated,
+    carried_weights,
+    associative,
+]
 SHARDINGS = [[(None, ("a", "b"), None), None], [(("b",), None, "a"), ("a", "b")], [None, (("b", "a"), None)]]
 
 
@@ -367,7 +401,6 @@ def test_a_gradient_of_ones_own_is_kept() -> None:
         (lambda x: scan(lambda h, x: (h + torch.rand(4), h), x[0], x), "draw them before"),
         (lambda x: scan(lambda h, x: (h * (h.nonzero().shape[0]), h), x[0], x), "shape depends on data"),
         (lambda x: scan(lambda h, x: (h.add_(x), h), x[0], x), "modifies its argument"),
-        (lambda x: while_loop(lambda x: x.sum() > 0, lambda x: (x - 1,), (x.requires_grad_(),)), "no gradient here"),
         (lambda x: own_gradient(x, False), "make it an operand, or pass `tensor.clone"),
         (lambda x: torch.vmap(lambda y: scan(lambda h, z: (h + z, h * 1), y[0], y))(x[:, :, None]), "of `torch.func`"),
     ],
