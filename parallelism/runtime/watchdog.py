@@ -93,7 +93,11 @@ class Watchdog:
 
     def doing_now(self) -> Doing:
         """What the worker is at: the first wait that its device has not come past, or else what its host does."""
-        ahead = self.outstanding.first() if self.outstanding is not None else None
+        try:
+            ahead = self.outstanding.first() if self.outstanding is not None else None
+        except RuntimeError as error:  # of CUDA: without this thread nothing would end a host that waits for others
+            reason = (str(error).splitlines() or [""])[0]
+            return Doing(f"{self.describe(self.doing)}, while its device has failed: {reason}")
         return self.describe(self.doing if ahead is None else ahead)
 
     def stall_text(self) -> str:

@@ -118,6 +118,25 @@ def test_the_watchdog_names_the_wait_that_a_device_does_not_come_past() -> None:
     assert str(watchdog.doing_now()) == "starting up"
 
 
+def test_the_watchdog_ends_a_host_whose_device_has_failed() -> None:
+    class Failed:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
+
+    output: list[str] = []
+    watchdog = Watchdog(3, 0.05, on_stall=output.append)
+    watchdog.outstanding, watchdog.doing = Outstanding(Failed), Doing("waiting for the other workers")
+    watchdog.outstanding._waits.append((Failed(), "all_reduce"))
+    watchdog.start()
+    until(lambda: bool(output))
+    assert output[0].endswith(
+        "in waiting for the other workers, while its device has failed: "
+        "CUDA error: an illegal memory access was encountered"
+    )
+
+
 def test_plain_lines_show_logged_steps_and_survive_a_closed_stream() -> None:
     stream = io.StringIO()
     lines = Lines(20, stream)
