@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
@@ -14,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
 from tpshard.kernels.fake_mode import fake_mode
 from tpshard.kernels.optimizer_steps import FORMULAS
 from tpshard.parallelism.draws import RANDOM, random
+from tpshard.parallelism.runtime.heap import give_back
 
 Boxed = Callable[[list[Tensor]], list[Tensor]]
 """A function that takes a list of tensors, empties it, and returns a list."""
@@ -63,10 +67,13 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch.compiler import config as compiler_config
 
+    compiler: Any = compiler_config
     if CACHE not in os.environ:
         os.environ[CACHE] = str(own_cache())
     mode = fake_mode()
+    mode.shape_env = ShapeEnv()  # without one torch neither looks for a compiled graph in its cache nor keeps one
     with mode:
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
 
@@ -81,10 +88,24 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     output.meta["user_visible_output_idxs"] = range(len(output.args[0]))
     output.meta["original_output_strides"] = [node.meta["val"].stride() for node in output.args[0]]
     traced.recompile()
-    with config.patch(KEEP_ORDER), torch._guards.tracing(torch._guards.TracingContext(mode)):
+    tag = compiler.patch("cache_key_tag", _layouts(traced.graph))
+    with tag, config.patch(KEEP_ORDER), torch._guards.tracing(torch._guards.TracingContext(mode)):
         run = compile_fx_inner(traced, fakes)
+
+    give_back()  # what compiling took: often more than a step takes
 
     def call(tensors: list[Tensor]) -> list[Tensor]:
         return list(run(tensors))
 
     return call
+
+
+def _layouts(graph: fx.Graph) -> str:
+    """A hash of the layouts of all values of a graph.
+
+    They decide the code that inductor writes, and those of operations of tpshard's own may change with its versions;
+    the key by which torch finds compiled code has the graph and its inputs alone.
+    """
+    values = [value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))]
+    told = [(*v.shape, *v.stride(), str(v.dtype)) for v in values if isinstance(v, Tensor)]
+    return hashlib.sha256(repr(told).encode()).hexdigest()

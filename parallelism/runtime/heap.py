@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -22,6 +23,14 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, MAPPED_BYTES)  # M_MMAP_THRESHOLD
         mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def give_back() -> None:
+    """Returns the heap's freed memory to the system, whatever is kept otherwise; glibc only. The next step pays for new
+    pages."""
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:

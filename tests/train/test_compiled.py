@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.pricing.fusion import Compiled
-from tpshard.parallelism.runtime.compiled import own_cache
+from tpshard.parallelism.runtime.compiled import _layouts, compile_graph, own_cache
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.regions import CompiledRegion
@@ -87,6 +88,22 @@ def test_blocks_run_the_same_program_and_alike_ones_are_compiled_once(pool, over
     for actual, regions, compiled in pool.run(both, "layers", *overrides, world=2, mesh=mesh):
         assert max(actual) < 1e-5
         assert compiled < regions / 2, "three layers"
+
+
+def test_compiled_code_is_found_again_for_the_same_layouts() -> None:
+    """Another process, such as a run that goes on, need not compile again."""
+    from torch._dynamo.utils import counters
+
+    graph = fx.symbolic_trace(lambda x: [torch.ops.aten.add(torch.ops.aten.sin(x), 3.25)]).graph
+    x = torch.arange(6.0).reshape(2, 3)
+    for _ in range(2):
+        (found,) = compile_graph(fx.GraphModule({}, graph), [x])([x])
+        assert torch.equal(found, x.sin() + 3.25)
+    assert counters["inductor"]["fxgraph_cache_hit"] and not counters["inductor"]["fxgraph_cache_bypass"]
+    wide, long = fx.symbolic_trace(lambda x: [x.sin()]), fx.symbolic_trace(lambda x: [x.sin()])
+    for module, values in ((wide, torch.empty(2, 3)), (long, torch.empty(3, 2).t())):
+        next(iter(module.graph.nodes)).meta["val"] = values
+    assert _layouts(wide.graph) != _layouts(long.graph)
 
 
 def test_compiled_code_is_loaded_from_a_folder_that_others_cannot_write(
