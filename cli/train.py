@@ -64,7 +64,7 @@ def refuse_checkpoint(recipe: str) -> None:
 
 def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     """Starts a recipe's workers on this host, and returns the run's exit code."""
-    from tpshard.cli.shared.preflight import require_weights
+    from tpshard.cli.shared.preflight import require_beginning, require_weights
     from tpshard.cli.shared.worker_errors import device_kind, workers_of
     from tpshard.devices import machine
     from tpshard.parallelism.runtime.cores import sharing_note
@@ -75,7 +75,8 @@ def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
 
     loaded = load(recipe, overrides)
     saved = None if plan is None else saved_plan.read(plan)
-    require_weights(loaded)  # before workers take seconds to start, as what is read of the hub
+    require_weights(loaded)  # before workers take seconds to start, as what else is read
+    require_beginning(loaded)
     machine.require(loaded)
     for number, one in enumerate(loaded.data.all_sources):
         if hub.is_on(one.source):

@@ -160,6 +160,18 @@ def require_weights(recipe: Recipe) -> None:
         raise wrong_model(recipe, ValueError(why))
 
 
+def require_beginning(recipe: Recipe) -> None:
+    """Raises `Mistakes` (exit 7) where a new run would begin from what is not on this machine."""
+    named, run = recipe.train.stored()["init_from"], recipe.run
+    if named is None or is_url(str(named)) or run.store is not None or (run.folder / "checkpoints").is_dir():
+        return
+    place, spec = str(recipe.train.init_from), _model(recipe)
+    if spec is not None and not os.path.exists(place):
+        from tpshard.train.run.initial_values import begin
+
+        begin(recipe, place, spec)
+
+
 def code_errors(recipe: Recipe) -> list[Diagnostic]:
     """The mistakes in the module and the task that a recipe names, which are imported and built without values; and in
     the names of adapters and frozen parameters, where only the built module has them."""

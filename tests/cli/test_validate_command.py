@@ -224,6 +224,8 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
         assert run(["validate", "--json", "tiny", *chat, *more]) == Exit.DATA
         assert why in str(diagnostics(capsys))
     assert run(["validate", "tiny", "train.init_from=nowhere"]) == Exit.CHECKPOINT
+    assert run(["train", "tiny", "train.init_from=nowhere", "run.dir=new"]) == Exit.CHECKPOINT
+    assert "starting" not in capsys.readouterr().err and not Path("new").exists()
     for odd in ("~no-such-user/x", "a" * 300):  # paths that cannot be looked up
         assert run(["validate", "tiny", f"data.source={odd}"]) == Exit.DATA
         assert run(["validate", "tiny", "data.source=c4", f"data.tokenizer={odd}"]) == Exit.DATA
