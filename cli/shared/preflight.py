@@ -367,7 +367,7 @@ def too_little(recipe: Recipe) -> tuple[Diagnostic, ...]:
         if len(paths) < len(text.files) or size > min(SMALL_CONVERSATIONS, BYTES_OF_TOKEN * rows * length):
             return ()
         from tpshard.train.data.made_tokenizer import made_tokenizer
-        from tpshard.train.data.source_reader import SourceReader, TooLittle
+        from tpshard.train.data.source_reader import SourceReader
         from tpshard.train.data.tokens import TextTokenizer, load_tokenizer
 
         def tokenizer(corpus: Corpus) -> TextTokenizer:
@@ -379,7 +379,7 @@ def too_little(recipe: Recipe) -> tuple[Diagnostic, ...]:
         try:
             reader = SourceReader(share.text, share.tokenizer, None, 1, (), 1, recipe.seed, data.bad_rows, checks=False)
             reader.check_enough(rows, length)
-        except TooLittle as mistakes:
+        except Mistakes as mistakes:
             return mistakes.diagnostics
     except (Mistakes, OSError):  # of the text or the tokenizer, which are told as they are
         return ()

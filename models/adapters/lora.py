@@ -184,6 +184,8 @@ class Lora:
             message, why = f"`{named}` names no linear layer of {model}", f"these are {', '.join(several)}"
             if not named:
                 message = "`targets` names no layer"
+            elif not isinstance(self.targets, str):
+                message, why = f"`{named}` has no adapter", "`modules_to_save` trains it in full, or it is excluded"
             raise LoraError(message, "targets", why, f"{ALL_LINEAR}, or some of these")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:

@@ -192,6 +192,11 @@ def test_validate_refuses_what_is_smaller_than_one_batch(
     assert tpshard(command) == Exit.DATA
     assert "smaller than one batch" in capsys.readouterr().err
     assert tpshard([*command, "data.epochs=1"]) == Exit.DONE
+    talk = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "long enough"}]}'
+    (tmp_path / "a.jsonl").write_text(f"{talk}\n")
+    talks = ["data.messages=messages", "data.chat_template=chatml", "data.too_long=drop", "model.seq_len=8"]
+    assert tpshard([*command, *talks, "batch.global_sequences=1"]) == Exit.DATA
+    assert "nothing to learn from" in capsys.readouterr().err
     (tmp_path / "a.jsonl").write_text('{"text": "short text"}\n' * 20)
     assert tpshard([*command, "batch.global_sequences=1", "model.seq_len=16"]) == Exit.DONE
 

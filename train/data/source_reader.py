@@ -134,12 +134,14 @@ class SourceReader:
 
     def check_enough(self, rows: int, length: int) -> None:
         """Raises `TooLittle` if all its text, and not just a short chain, is less than the only source of a step should
-        be: `rows` sequences of `length` tokens."""
+        be: `rows` sequences of `length` tokens. `Mistakes` where nothing of it can be learned."""
         needed, tokens = rows * length, 0
         for labelled in self.documents():
             tokens += len(labelled.ids)
             if tokens >= needed:
                 return
+        if not tokens:  # every document is left out, which has reasons of its own
+            self.measure(0, 1, lambda own: [own], lambda: None)
         raise TooLittle(
             self.text.mistake(
                 f"{self.text.name} is smaller than one batch: {tokens} tokens, where a step takes {needed}",
