@@ -18,13 +18,14 @@ OP, BACKWARD = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward
 PART, PART_BACKWARD = torch.ops.tpshard.attention_part, torch.ops.tpshard.attention_part_backward
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of results of size 1. Half precision rounds the probabilities too: an ulp or two of the largest."""
-SHAPES = [(2, 150, 150, 8, 2, 64), (1, 1, 77, 8, 2, 128), (2, 40, 131, 6, 6, 96), (1, 65, 65, 4, 1, 40)]
+SHAPES = [(2, 150, 150, 8, 2, 64), (1, 1, 77, 8, 2, 128), (2, 40, 131, 6, 6, 96), (1, 65, 65, 4, 1, 40),
+          (1, 256, 256, 4, 2, 256)]  # fmt: skip
 """Batch, queries, keys, heads, KV heads, head size."""
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("packed", ["none", "runs", "scattered"])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0), (None, 2.0)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_and_backward(
     shape: tuple[int, ...], window: int | None, softcap: float | None, packed: str, dtype: torch.dtype, device: str
@@ -150,10 +151,13 @@ def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_programs_share_a_long_context_and_a_chunk_is_read_as_tiles(dtype: torch.dtype, device: str) -> None:
-    """Three parts of keys, and 70 neighbouring rows of one prompt between rows of others."""
-    chunk = [(0, position) for position in range(1100, 1170)]
-    check_paged(cache(2, 64, dtype, [1300, 40, 700], [*chunk, (1, 5)]), 8, dtype, None, device, every=9)
+@pytest.mark.parametrize(("count", "head"), [(70, 64), (300, 64), (300, 128)])
+def test_programs_share_a_long_context_and_a_chunk_is_read_as_tiles(
+    count: int, head: int, dtype: torch.dtype, device: str
+) -> None:
+    """Three parts of keys, and rows of one prompt between those of others, in tiles of 64 or 128 queries."""
+    chunk = [(0, position) for position in range(1170 - count, 1170)]
+    check_paged(cache(2, head, dtype, [1300, 40, 700], [*chunk, (1, 5)]), 8, dtype, None, device, every=9)
 
 
 def check_paged(
