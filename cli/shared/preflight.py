@@ -381,7 +381,7 @@ def too_little(recipe: Recipe) -> tuple[Diagnostic, ...]:
             reader.check_enough(rows, length)
         except Mistakes as mistakes:
             return mistakes.diagnostics
-    except (Mistakes, OSError):  # of the text or the tokenizer, which are told as they are
+    except (Mistakes, OSError, ValueError):  # of the text or the tokenizer, which are told as they are
         return ()
     return ()
 

@@ -154,7 +154,7 @@ def accumulated(op: Op) -> Rule:
         return [at.emit(aten.flip.default, at.emit(target, flipped, dim, **op.kwargs), [dim])]
 
     main = replace(along(op), additive=(0,) if linear else (), local=own)
-    if x.rank == 0 or x.shape[dim] == 1 or x.dtype == torch.bool:
+    if x.rank == 0 or x.shape[dim] == 1 or (x.dtype == torch.bool and how.join is None):
         return main
 
     def local(at: LocalOp) -> Any:

@@ -22,7 +22,8 @@ def ways(k: int, keep: bool) -> list[Callable[[Tensor], Any]]:
         lambda x: tuple(x.min(-1, keep)), lambda x: tuple(x.topk(k)), lambda x: tuple(x.topk(k, 0, largest=False)),
         lambda x: (x * 2 + 1).cumsum(1), lambda x: x.cumsum(0), lambda x: tuple(x.cummax(1)),
         lambda x: tuple(x.flip(1).cummin(0)), lambda x: x.double().logcumsumexp(1), lambda x: (x > 3).any(1, keep),
-        lambda x: (x.double() / 20).cumprod(1), lambda x: (x.double() / 20).flip(1).cumprod(1).flip(1),
+        lambda x: (x.double() / 20).cumprod(1), lambda x: (x > 3).cumsum(1),
+        lambda x: (x > 3).flip(0).cumsum(0).flip(0), lambda x: (x.double() / 20).flip(1).cumprod(1).flip(1),
         lambda x: (x.double() / 20).prod(1, keep), lambda x: (x > -9).all(),
     ]  # fmt: skip
 
