@@ -20,6 +20,8 @@ class Turn(NamedTuple):
     memory: Memory
     until: int
     """Index of the run after which its results are freed."""
+    shared: int = 0
+    """Bytes that it leaves, until then, of what was to be freed after it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Replay:
                 results.setdefault(turn.until, []).extend(_run(allocator, *orders[id(turn.memory)]))
                 for key in results.pop(i, ()):
                     allocator.free(key)
+                if turn.shared:
+                    results.setdefault(turn.until, []).append(allocator.malloc(turn.shared))
         return allocator.most_reserved
 
 

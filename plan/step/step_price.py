@@ -91,13 +91,20 @@ def _replay(programs: TrainingPrograms, place: int, parts: Sequence[PricedPart])
     after = [part for part in order if part.part.name != "gather"]
     last = len(before) + len(names) + len(after) - 1
     turns = [Turn(part.memory, last) for part in before]
-    later = {(task.stage, task.micro): len(before) + i for i, task in enumerate(tasks)}
-    for i, (task, name) in enumerate(zip(tasks, names), len(before)):
-        part = by_name[name]
+    following: dict[tuple[int, int], int] = {}
+    of_task: list[Turn] = []
+    for i, (task, name) in reversed([*enumerate(zip(tasks, names), len(before))]):
+        part, key = by_name[name], (task.stage, task.micro)
         kinds = {port.kind for port in part.part.program.outputs}
-        held = later[task.stage, task.micro]
-        until = (held if held > i else last) if "saved" in kinds else last if "gradient" in kinds else i
-        turns.append(Turn(part.memory, until))
+        later = following.get(key, last)
+        shared = 0
+        if task.kind == "I":  # what the forward pass saved for W too
+            needed = bytes_of(program_of(programs.stages, task._replace(kind="W")).inputs, "saved")
+            shared = max(0, needed - bytes_of(part.part.program.outputs, "saved"))
+        until = later if "saved" in kinds or shared else last if "gradient" in kinds else i
+        of_task.append(Turn(part.memory, until, shared))
+        following[key] = i
+    turns += reversed(of_task)
     turns += [Turn(part.memory, last) for part in after]
     stored = stored_ports(programs.setting, programs.storage, mine.names)
     summed = any(port.kind == "gradient" for name in of_tasks for port in by_name[name].part.program.inputs)
