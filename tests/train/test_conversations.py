@@ -121,6 +121,17 @@ def test_sources_are_read_by_their_weights(talks: Path, by: Any, bound: float) -
     assert abs(taken[0] / sum(taken) - 0.75) < bound
 
 
+def test_sources_have_their_share_of_tokens_from_the_first_steps_on(talks: Path) -> None:
+    """Weights of tokens hold in a short run too, where lanes have read a few documents each."""
+    mixed = replace(mixture(talks), by="tokens")
+    loader = Loader(mixed, seq_len=SEQ, global_sequences=32)
+    for _ in range(6):
+        loader.next()
+    loader.close()
+    taken = [sum(lane.taken[i] for lane in loader._lanes) for i in range(2)]
+    assert abs(taken[0] / sum(taken) - 0.75) < 0.05, taken
+
+
 def test_each_epoch_has_every_row_once_and_its_own_order(talks: Path) -> None:
     text = open_text(str(talks), TALK).train
     loader = Loader(Mixture((Share(text, tokenizer(talks.parent)),), window=16), seq_len=SEQ, global_sequences=1)

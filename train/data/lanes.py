@@ -19,8 +19,6 @@ from tpshard.train.data.shard_sums import ShardSums
 
 GOLDEN = 0.6180339887498949
 """The step of the sequence by which lanes choose sources: any stretch of it covers 0 to 1 evenly (Weyl)."""
-PHASE = 1024
-"""Tokens by which lanes differ in when they first choose a source, so that a rare one is not late in all of them."""
 
 
 class RowTokenizer(Protocol):
@@ -332,8 +330,11 @@ class Lane:
         self.chosen += 1
         if len(left) == 1:
             return left[0]
-        if self.by == "tokens":
-            taken = {i: self.taken[i] - self._phases[i] * PHASE for i in left}
+        if self.by == "tokens" and (read := sum(self.taken)):
+            # the source that is furthest behind; lanes differ by up to a document of a mean length, without favour to
+            # any source, so that a rare one is not late in all of them
+            length = read / (self.chosen - 1)
+            taken = {i: self.taken[i] - (self._phases[i] - 0.5) * length for i in left}
             return max(left, key=lambda i: self.weights[i] / total * sum(taken.values()) - taken[i])
         point = (self._phases[0] + self.chosen * GOLDEN) % 1 * total
         for i in left:
