@@ -66,6 +66,8 @@ def load_checked(
         found += [*told, *(too_little(examined.recipe) if known else ())]
     if text and examined.sound("model", "task", "adapters", "quantize", "train.freeze"):
         found += code_errors(examined.recipe)
+    if text and examined.sound("schedule", "optimizer.lr", "train"):
+        found += schedule_errors(examined.recipe)
     if text and examined.sound(*FITTED, "train.init_from") and not any(d.severity == "error" for d in found):
         found += [*begin_errors(examined.recipe), *adapter_errors(examined.recipe)]
     diagnostics = recipes.in_order(found)
@@ -196,6 +198,19 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
         except Exception as error:
             found.append(Diagnostic(str(error), exit=Exit.RECIPE, where=recipe.where("task"), fix="correct the class"))
     return found
+
+
+def schedule_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """The mistakes in a user's functions of a schedule, which are imported and called at its borders."""
+    if not any(":" in one.name for one in (recipe.schedule, *recipe.schedule.stages)):
+        return ()
+    from tpshard.train.run.learning_rate import require_schedule
+
+    try:
+        require_schedule(recipe)
+    except Mistakes as mistakes:
+        return mistakes.diagnostics
+    return ()
 
 
 def trained_here(recipe: Recipe) -> TrainedParts | None:

@@ -187,6 +187,15 @@ def test_a_sound_folder_is_fine_and_opens_neither_torch_nor_transformers(config:
     assert done.stdout == "0 []\n", done.stderr
 
 
+@pytest.mark.parametrize("name", ["nowhere:f", "rates:missing", "rates:none"])
+def test_a_schedules_function_is_called(name: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "rates.py").write_text("def none(at):\n    return None\n")
+    (workdir / "a.yaml").write_text(f"model: {{preset: tiny}}\nschedule: {{name: {name}}}\n")
+    assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
+    (told,) = diagnostics(capsys)
+    assert f"`schedule.name: {name}`" in told["message"] and (told["line"], told["col"]) == (2, 18)
+
+
 def test_text_and_tokenizer_that_are_not_there_are_6(
     workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,7 @@ from tpshard.programs.fit.batching import BatchPlan, derive
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.training_keys import Schedule
 from tpshard.recipes.reading.load import loads
-from tpshard.train.run.learning_rate import change, described, learning_rate
-from tpshard.train.run.training_worker import require_schedule
+from tpshard.train.run.learning_rate import change, described, learning_rate, require_schedule
 
 
 def test_warmup_reaches_the_peak_and_the_cosine_ends_at_the_floor() -> None:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.assemble import import_object
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.training_keys import Schedule, ScheduleStage
@@ -85,6 +87,28 @@ def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> 
     if not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
         raise ValueError(f"`schedule.{_named(schedule)}` gives {share!r} for step {step}, not a share of the peak")
     return peak * share
+
+
+def require_schedule(recipe: Recipe) -> None:
+    """Raises Mistakes (exit 3) for a user's schedule that cannot be called."""
+    schedule, steps = recipe.schedule, recipe.train.steps
+    place, name = "schedule.name", schedule.name
+    ends = accumulate((stage.steps or 1 for stage in schedule.stages), initial=schedule.warmup_steps)
+    try:
+        for i, end in enumerate(ends):
+            if i < len(schedule.stages):  # else the rate after the last
+                place, name = f"schedule.stages.{i}.name", schedule.stages[i].name
+            learning_rate(min(end + 1, steps), schedule, peak=recipe.optimizer.lr, steps=steps)
+        learning_rate(steps, schedule, peak=recipe.optimizer.lr, steps=steps)
+    except Exception as error:  # the function's own
+        why = "" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        fix = "a function of one SchedulePoint that returns a number from 0 on"
+        failed = f"`schedule.name: {name}` failed"
+        if schedule.stages:
+            fix = "a function of the part of the stage that is done, which returns the part of the way"
+            failed = f"`schedule.stages.name: {name}` failed"
+        message = failed if why else str(error)
+        raise Mistakes.one(message, exit=Exit.RECIPE, where=recipe.where(place), why=why, fix=fix) from error
 
 
 def shape_of(

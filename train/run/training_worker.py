@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from tpshard.train.records.records import Records, note_saved
 from tpshard.train.records.tensorboard_sink import TensorBoardSink
 from tpshard.train.records.wandb_sink import WandbSink
 from tpshard.train.run.initial_values import begun_from, initial_values
-from tpshard.train.run.learning_rate import learning_rate
+from tpshard.train.run.learning_rate import require_schedule
 from tpshard.train.run.loop import Row, TrainingLoop
 from tpshard.train.run.outcome import Outcome, ending, summary
 from tpshard.train.run.resuming import Changes, changes, kept_recipe, refuse
@@ -220,28 +219,6 @@ def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
     programs = training.build(setting)
     context.agree(programs.fingerprints)
     return programs
-
-
-def require_schedule(recipe: Recipe) -> None:
-    """Raises Mistakes (exit 3) for a user's schedule that cannot be called."""
-    schedule, steps = recipe.schedule, recipe.train.steps
-    place, name = "schedule.name", schedule.name
-    ends = accumulate((stage.steps or 1 for stage in schedule.stages), initial=schedule.warmup_steps)
-    try:
-        for i, end in enumerate(ends):
-            if i < len(schedule.stages):  # else the rate after the last
-                place, name = f"schedule.stages.{i}.name", schedule.stages[i].name
-            learning_rate(min(end + 1, steps), schedule, peak=recipe.optimizer.lr, steps=steps)
-        learning_rate(steps, schedule, peak=recipe.optimizer.lr, steps=steps)
-    except Exception as error:  # the function's own
-        why = "" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        fix = "a function of one SchedulePoint that returns a number from 0 on"
-        failed = f"`schedule.name: {name}` failed"
-        if schedule.stages:
-            fix = "a function of the part of the stage that is done, which returns the part of the way"
-            failed = f"`schedule.stages.name: {name}` failed"
-        message = failed if why else str(error)
-        raise Mistakes.one(message, exit=Exit.RECIPE, where=recipe.where(place), why=why, fix=fix) from error
 
 
 def _send(receivers: Sequence[Receiver], row: Row) -> None:
