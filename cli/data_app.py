@@ -43,6 +43,7 @@ def show(
     begin at 0. Nothing is trained; a tokenizer that a run trains is not known before.
     """
     from tpshard.programs.setting.setting import Setting
+    from tpshard.train.data.bad_rows import UNREADABLE
     from tpshard.train.data.open_data import Mixture
     from tpshard.train.data.source_reader import TooLittle
     from tpshard.train.data.stream import Loader
@@ -71,6 +72,8 @@ def show(
         rows += shown
         notes += opened.warnings
         for reader in opened.readers:
+            if any(UNREADABLE in warning for warning in reader.warnings):
+                continue  # all of them were counted
             bad = {id(one): one for chain in reader.chains for one in (chain.bad, chain.unlearned) if one.bad}.values()
             notes += [f"left out: {one.first}" + (f", and {one.bad - 1:,} more" if one.bad > 1 else "") for one in bad]
         opened.close()

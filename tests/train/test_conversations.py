@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import random
 import threading
 from collections import Counter
@@ -130,6 +131,32 @@ def test_sources_have_their_share_of_tokens_from_the_first_steps_on(talks: Path)
     loader.close()
     taken = [sum(lane.taken[i] for lane in loader._lanes) for i in range(2)]
     assert abs(taken[0] / sum(taken) - 0.75) < 0.05, taken
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_only_a_source_that_starts_over_is_said_to_and_once(
+    talks: Path, caplog: pytest.LogCaptureFixture, epochs: int | None
+) -> None:
+    mixed = mixture(talks)
+    kept, stops = replace(mixed.shares[0], epochs=epochs), replace(mixed.shares[1], epochs=1)
+    mixed = replace(mixed, shares=(kept, stops), epochs=epochs)
+
+    def read_on(state: Any = None) -> Any:
+        loader = Loader(mixed, seq_len=SEQ, global_sequences=2)
+        if state is not None:
+            loader.load_state_dict(state)
+        while loader.epoch < 1 or state is not None:
+            loader.next()
+            state = None
+        loader.close()
+        return json.loads(json.dumps(merge_states([loader.state_dict()])))
+
+    with caplog.at_level(logging.INFO):
+        state = read_on()
+        assert caplog.text.count("starts over") == 1 and f"{talks.name} starts over: epoch 1" in caplog.text
+        assert "text.jsonl" not in caplog.text
+        read_on(state)
+    assert caplog.text.count("starts over") == 1
 
 
 def test_each_epoch_has_every_row_once_and_its_own_order(talks: Path) -> None:
@@ -312,7 +339,8 @@ def test_a_conversation_that_cannot_be_learned_is_named_by_file_and_line(
         Loader(Mixture.of(text, tokenizer(tmp_path)), seq_len=SEQ, global_sequences=1, bad_rows=0.001)
     assert caught.value.exit == Exit.DATA
     assert "a.jsonl, line 6: " in str(caught.value) and fault in str(caught.value)
-    assert Loader(Mixture.of(text, tokenizer(tmp_path)), seq_len=SEQ, global_sequences=1, bad_rows=0.5)
+    few = Loader(Mixture.of(text, tokenizer(tmp_path)), seq_len=SEQ, global_sequences=1, bad_rows=0.5)
+    assert any("unreadable: left out (the first: " in warning for warning in few.warnings)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tpshard.train.data.corpus import SMALL, TextFile, TextSource, logger, rows,
 from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow, in_words
 from tpshard.train.data.shard_sums import ShardSums
 
+UNREADABLE = "unreadable: left out"
 SMALL_CONVERSATIONS, TRIED = 4 << 20, 1000
 """Bytes; conversations of local data up to this size are all rendered once before the first step, and else so many."""
 
@@ -93,8 +94,8 @@ def check(
 
     learn: encodes a row; tried on rows of conversations, of very many only on the first.
 
-    Returns: what was done to conversations that were not taken as they are, such as cutting them, with their number
-    and the first of them.
+    Returns: how many rows are unreadable, and what was done to conversations that were not taken as they are, such as
+    cutting them; each with the first of them.
     """
     paths = [file.place for file in text.files if isinstance(file.place, Path)]
     try:
@@ -126,4 +127,7 @@ def check(
             why=counter.first or text.columns.none_left or f"{plural(len(paths), 'file')}, all empty",
             fix=text.readable if counter.first else "a source with rows, or another filter",
         )
-    return [f"{text.name}: {in_words(note, n)} (the first: {firsts[note]})" for note, n in notes.items()]
+    told = [f"{text.name}: {in_words(note, n)} (the first: {firsts[note]})" for note, n in notes.items()]
+    if counter.bad:
+        told.append(f"{text.name}: {plural(counter.bad, 'row')} {UNREADABLE} (the first: {counter.first})")
+    return told

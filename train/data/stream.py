@@ -107,7 +107,7 @@ class Loader:
         batch, self._state = result
         if batch.epoch > self.epoch:
             self.epoch = batch.epoch
-            logger.info("%s starts over: epoch %d from step %d on", self.text.name, self.epoch, self.step)
+            logger.info("%s starts over: epoch %d from step %d on", self._repeated(), self.epoch, self.step)
         self._read_ahead()
         return batch
 
@@ -179,6 +179,7 @@ class Loader:
         self._lanes, self._epochs = [], None
         if self.text.epochs is not None:
             self._epochs = EpochRows(self.readers, weights, self.text.by, self.seed, self.text.epochs, states.get(0))
+            self.epoch = self._epochs.epoch
             return
         of_feeds: list[dict[int, tuple[LanePlace, int]]] = [{} for _ in self.readers]
         more: dict[int, Mapping[str, Any]] = {}
@@ -191,6 +192,17 @@ class Loader:
         self._lanes = [
             Lane(row, [one[row] for one in feeds], weights, self.text.by, self.seed, more.get(row)) for row in self.part
         ]
+        self.epoch = max((lane.epoch for lane in self._lanes), default=0)
+
+    def _repeated(self) -> str:
+        """The names of the sources that have come to the present epoch; others are not read as often, or not yet."""
+        ways = range(len(self.readers))
+        if self._epochs is not None:
+            again = [i for i in ways if (self.readers[i].epochs or self.epoch + 1) > self.epoch]
+        else:
+            places = [(i, lane.feeds[i].place) for lane in self._lanes for i in ways]
+            again = sorted({i for i, place in places if place is not None and place.epoch >= self.epoch})
+        return ", ".join(self.text.shares[i].text.name for i in again)
 
     def _batch(self, step: int) -> StepBatch:
         if self._epochs is not None:
