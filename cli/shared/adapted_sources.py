@@ -81,9 +81,8 @@ def peft_source(folder: Path) -> SourceModel:
         place = next((one for one in (Path(named), folder / named) if named and (one / "config.json").is_file()), None)
         if place is None:
             fix = f'tpshard chat BASE "serve.adapters={{own: {folder}}}" --adapter own, where BASE is its model'
-            raise FolderError(
-                f"its base, `base_model_name_or_path: {named or None}`, is no folder of this machine", fix
-            )
+            base_is = f"its base, `base_model_name_or_path: {named}`, is no folder of this machine"
+            raise FolderError(base_is if named else "its `base_model_name_or_path` names no base", fix)
         base = open_model(place)
         adapters = PeftFolder.of(folder, base)
         stored = base.weights
