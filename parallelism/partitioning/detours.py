@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from tpshard.parallelism.anchors import is_anchor
 from tpshard.parallelism.graph import Graph, Op, Value
@@ -20,6 +21,15 @@ from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Layout
 
 
+class Detours(NamedTuple):
+    """What saves reshards."""
+
+    layouts: dict[Value, Layout]
+    """Other layouts than the propagated ones, by value."""
+    sharers: dict[Value, dict[Layout, set[Op]]]
+    """The ops that then read a value in another layout, which is resharded to it once for all of them."""
+
+
 def detours(
     graph: Graph,
     rules: Mapping[Op, Rule],
@@ -27,13 +37,11 @@ def detours(
     propagated: Mapping[Value, Layout],
     computed: Mapping[Value, Layout],
     fixed: Collection[Value],
-    sharers: dict[Value, dict[Layout, set[Op]]],
-) -> dict[Value, Layout]:
-    """New layouts for the values whose propagated layout only causes two reshards.
+) -> Detours:
+    """Finds the values whose propagated layout only causes reshards.
 
     choices: the cuts in which each op computes under the propagated layouts. computed: the layout of each result under
-    them. fixed: annotated values, which keep their layout. sharers: the ops that reshard each value to a layout; those
-    that should are added.
+    them. fixed: annotated values, which keep their layout.
     """
     needs: dict[Value, set[Layout]] = {}
     better: dict[Value, Layout] = {}
@@ -69,6 +77,7 @@ def detours(
         for value, needed_layout in zip(op.operands, needed):
             needs.setdefault(value, set()).add(needed_layout)
     sharing: set[Op] = set()
+    sharers: dict[Value, dict[Layout, set[Op]]] = {}
     for (value, layout), turned in together.items():
         results = [op.results[0] for op, _ in turned]
         later = sum(_bytes(v, propagated[v], better[v]) for v in results)
@@ -76,7 +85,7 @@ def detours(
         if len(turned) > 1 and _bytes(value, propagated[value], layout) + more / FLOPS_PER_BYTE < later:
             ops = {op for op, _ in turned}
             sharing |= ops
-            sharers.setdefault(value, {}).setdefault(layout, set()).update(ops)
+            sharers.setdefault(value, {})[layout] = ops
     moved: dict[Value, Layout] = {}
     for op in graph.ops:
         for result in op.results:
@@ -91,12 +100,12 @@ def detours(
                 agrees = _shorter(result, computed[result], propagated[result], better[result])
             if agrees:
                 moved[result] = better[result]
-    return moved
+    return Detours(moved, sharers)
 
 
 def _other_operands(
     op: Op, rule: Rule, choice: Choice, propagated: Mapping[Value, Layout]
-) -> list[tuple[Value, Layout]]:  # fmt: skip
+) -> list[tuple[Value, Layout]]:
     """The operands that a choice needs in another layout than the propagated one, with that layout."""
     needed = [layout_of(rule, dims, choice, False) for dims in rule.operands]
     return list({v: n for v, n in zip(op.operands, needed) if n != propagated[v]}.items())

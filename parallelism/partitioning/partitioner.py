@@ -131,9 +131,11 @@ class _Partitioner:
         layout share the cost, and a layout to which a product with a parameter reshards a value is free for others.
         """
         self._choose_all(first=True)
-        self.propagated |= detours(
-            self.graph, self.rules, self.choices, self.propagated, self.computed, self.s.annotated, self.sharers
-        )
+        found = detours(self.graph, self.rules, self.choices, self.propagated, self.computed, self.s.annotated)
+        self.propagated |= found.layouts
+        for value, by_layout in found.sharers.items():
+            for layout, ops in by_layout.items():
+                self.sharers.setdefault(value, {}).setdefault(layout, set()).update(ops)
         natural = self._choose_all(first=False)
         self.partial, self.left_partial = carried_sums(self.graph, self.rules, natural, self.unreduced)
 

@@ -61,6 +61,8 @@ class CachingAllocator:
         block.free = False
         self._used[block.key] = block
         self.allocated += block.size
+        if self.allocated > self.reserved:  # pages that were given back
+            self._reserve(self.allocated - self.reserved, 0)
         return block.key
 
     def free(self, key: int) -> None:
@@ -132,7 +134,7 @@ class CachingAllocator:
 
     def _give_back(self, added: int, size: int) -> None:
         """Gives free memory back: pages of an expandable segment, of others only those of which nothing is in use."""
-        if self.expandable:  # addresses stay, memory behind them is added again where it is used
+        if self.expandable:  # its addresses stay, and take memory again where they are used
             self.reserved = min(self.reserved, max(self.allocated + size, self.capacity or 0) - added)
             return
         for block in [b for b in self._blocks.values() if b.before is None and b.after is None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -226,7 +227,7 @@ class DrawnPart(PartFigures):
         return [lane for lane in ("compute", "wait") if lane in names] + sorted(names - {"compute", "wait"})
 
 
-class StepMemory:
+class StepMemory(ABC):
     """What a device's memory says of a step that holds `peak_bytes`."""
 
     device: Device
@@ -234,14 +235,14 @@ class StepMemory:
     """The most bytes that the recipe lets a step hold at its peak (`fsdp.memory_limit`)."""
 
     @property
+    @abstractmethod
     def peak_bytes(self) -> int:
         """Peak memory of a step on one device, in bytes."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def reserved_bytes(self) -> int:
         """Bytes that the allocator has reserved on the device at the peak."""
-        raise NotImplementedError
 
     @property
     def needed_bytes(self) -> int:

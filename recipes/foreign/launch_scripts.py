@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Mistakes, Source
@@ -19,12 +20,8 @@ from tpshard.recipes.settings.stated import Stated, StatedSettings
 
 LARGEST = 1 << 18
 """Bytes of a configuration."""
-STARTS = re.compile(
-    r"^[^#\n]*?\b(?:accelerate +launch|torchrun|python[\d.]* .*?-m +torch\.distributed\.(?:run|launch)"
-    r"|deepspeed(?= .*?\.py| .*?\\$)|python[\d.]*(?= +(?:-\w+ +)*[\w./$\{\}-]+\.py\b.*(?: --|\\$)))(?=\s)",
-    re.MULTILINE,
-)
-"""A command that starts a program."""
+MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""Launchers that are modules of Python."""
 ACCELERATE = "accelerate "
 KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "multi_gpu": "MULTI_GPU"}
 """Flags that choose how processes share the work."""
@@ -59,13 +56,29 @@ HOSTS, EACH = ("--nnodes", "--num-nodes"), ("--nproc-per-node", "--nproc-per-nod
 def is_script(data: bytes, file: str) -> bool:
     """Whether a file is a script. Raises `Mistakes` for one that starts no such program."""
     text = data.decode("utf-8", "replace")
-    if STARTS.search(text):
+    if any(map(_starts_program, text.splitlines())):
         return True
     if text.startswith("#!") or file.endswith(".sh"):
         where = Source(file, 1, 1, text.split("\n", 1)[0])
         fix = "a script with accelerate launch, torchrun, deepspeed or python, a program and its flags"
         raise Mistakes.one("the script starts no training", where=where, fix=fix)
     return False
+
+
+def _starts_program(line: str) -> bool:
+    """Whether a line of a script starts a program, or begins to where it is continued."""
+    words = re.split(r"[\s\"'=(;&|]+", line.partition("#")[0].strip())  # a variable may hold the command
+    names = [word.rpartition("/")[2] for word in words[:-1]]
+    if "torchrun" in names or ("accelerate", "launch") in pairwise([*names, words[-1]]):
+        return True
+    continued = words[-1].endswith("\\")
+    if "deepspeed" in names:
+        return continued or any(word.endswith(".py") for word in words)
+    if not any(re.fullmatch(r"python[\d.]*", name) for name in names):
+        return False
+    module = any(pair[0] == "-m" and pair[1] in MODULES for pair in pairwise(words))
+    program = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    return module or (program < len(words) and (continued or any(w.startswith("--") for w in words[program:])))
 
 
 def read(data: bytes, file: str) -> StatedSettings:
@@ -93,9 +106,9 @@ def _accelerate(flags: list[Stated], base: Mapping[str, Any]) -> Iterator[Stated
     names = {_plain(one.key.removeprefix(ACCELERATE)): one for one in flags}
     kind = next((name for name in KINDS if name in names), "")
     if kind:
-        yield names[kind].named("distributed_type", KINDS[kind])
+        yield names[kind].meaning("distributed_type", KINDS[kind])
     elif "distributed_type" not in base and "num_processes" in names:
-        yield names["num_processes"].named("distributed_type", "MULTI_GPU")
+        yield names["num_processes"].meaning("distributed_type", "MULTI_GPU")
     for name, one in names.items():
         section = next((place for start, place in SECTIONS.items() if name.startswith(start)), "")
         if name in OF_DEEPSPEED:
@@ -114,11 +127,11 @@ def _ranks(flags: Mapping[str, Stated]) -> Iterator[Stated]:
         yield hosts.named("num_machines")
     if each is not None:
         whole = each.value * several if isinstance(each.value, int) else each.value
-        yield each.named("distributed_type", "MULTI_GPU")
-        yield each.named("num_processes", whole)
+        yield each.meaning("distributed_type", "MULTI_GPU")
+        yield each.meaning("num_processes", whole)
     elif hosts is not None and several > 1:
-        yield hosts.named("distributed_type", "MULTI_GPU")
-        yield hosts.named("num_processes", several)
+        yield hosts.meaning("distributed_type", "MULTI_GPU")
+        yield hosts.meaning("num_processes", several)
     for key, one in flags.items():
         if not key.startswith(ACCELERATE) and key not in (*HOSTS, *EACH):
             yield one if key.startswith("$") else one.named(f"launcher.{_plain(key.partition(' ')[2])}")
@@ -130,7 +143,7 @@ def _program(flags: Iterable[Stated], file: str) -> Iterator[Stated]:
         if name == "max_steps" and isinstance(one.value, int) and one.value <= 0:  # none: epochs count
             continue
         if name in ("deepspeed", "deepspeed_config") and one.value is not False:
-            yield one.named("distributed_type", "DEEPSPEED")
+            yield one.meaning("distributed_type", "DEEPSPEED")
             if isinstance(one.value, str):
                 yield one.named("deepspeed_config.deepspeed_config_file")
         elif name == "fsdp" and one.value not in ("", True):
@@ -141,20 +154,20 @@ def _program(flags: Iterable[Stated], file: str) -> Iterator[Stated]:
         elif name not in SWITCHES:
             yield replace(one.named(PROGRAM.get(name, name)), of_program=True)
         elif str(one.value).lower() != "false":
-            yield replace(one.named(*SWITCHES[name]), of_program=True)
+            yield replace(one.meaning(*SWITCHES[name]), of_program=True)
 
 
 def _fsdp(one: Stated) -> Iterator[Stated]:
     """What the words behind the Trainer's `--fsdp` stand for in a configuration."""
     words = one.value if isinstance(one.value, list) else str(one.value).split()
-    yield one.named("distributed_type", "FSDP")
+    yield one.meaning("distributed_type", "FSDP")
     for word in map(str, words):
         if word in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"):
-            yield one.named("fsdp_config.sharding_strategy", word.upper())
+            yield one.meaning("fsdp_config.sharding_strategy", word.upper())
         elif word == "auto_wrap":
-            yield one.named("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+            yield one.meaning("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
         elif word == "offload":
-            yield one.named("fsdp_config.offload_params", True)
+            yield one.meaning("fsdp_config.offload_params", True)
         else:
             yield one.named(f"fsdp_config.{word}")
 

@@ -38,7 +38,7 @@ def read(data: bytes, file: str) -> StatedSettings:
         said = next((by_name[f"srun {name}"] for name in names if f"srun {name}" in by_name), None)
         count = said.value[0] if said is not None and isinstance(said.value, list) else said and said.value
         if said is not None and key not in by_name and isinstance(count, int):
-            settings.append(said.named(key, count))
+            settings.append(said.meaning(key, count))
     known = {one.key for one in settings}
     for key, name in (("--nnodes", "SLURM_NNODES"), ("--nproc-per-node", "SLURM_GPUS_ON_NODE")):
         if key not in known and name in hosts and hosts[name].chars.isdigit():
@@ -79,6 +79,8 @@ def _settings(words: Sequence[Text], script: Script) -> list[Stated]:
     settings: list[tuple[str, str, Source, list[Any]]] = []
     launcher = (words[0].chars.replace(UNKNOWN, "").rpartition("/")[2] if words else "") or "launcher"
     modules = {i + 1 for i, word in enumerate(words) if word.chars == "-m" and i}
+    if launcher.startswith("python") and modules and min(modules) < len(words):  # python -m accelerate.commands.launch
+        launcher = words[min(modules)].chars.partition(".")[0]
     for i, word in enumerate(words):
         if i + 1 in modules:
             continue

@@ -23,10 +23,6 @@ class Unknown:
     """How it is written there."""
 
 
-Omitted: Any = object()
-"""Stands for the value that a setting has."""
-
-
 @dataclass(frozen=True)
 class Stated:
     """One setting of a file."""
@@ -45,9 +41,13 @@ class Stated:
         """What people know it by: as it is written there."""
         return self.written or self.key
 
-    def named(self, key: str, value: Any = Omitted) -> Stated:
-        """The same setting by another key, or with the value that it stands for."""
-        return replace(self, key=key, value=self.value if value is Omitted else value, written=self.name)
+    def named(self, key: str) -> Stated:
+        """The same setting by another key."""
+        return replace(self, key=key, written=self.name)
+
+    def meaning(self, key: str, value: Any) -> Stated:
+        """Another setting and its value, for which this one stands."""
+        return replace(self.named(key), value=value)
 
     @property
     def shown(self) -> str:

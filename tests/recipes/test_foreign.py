@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from foreign_files import ACCELERATE, names, translated
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.recipes.foreign.recipe_text import text_of
@@ -17,7 +18,7 @@ from tpshard.recipes.foreign.tools import TOOLS
 from tpshard.recipes.foreign.translation import Translation, translate
 from tpshard.recipes.reading.load import loads
 from tpshard.recipes.settings import shell_flags
-from tpshard.recipes.settings.stated import Stated, Unknown
+from tpshard.recipes.settings.stated import Unknown
 
 TITAN = """\
 [model]
@@ -82,15 +83,6 @@ gradient_checkpointing: true
 sample_packing: true
 val_set_size: 0
 """
-ACCELERATE = """\
-distributed_type: FSDP
-fsdp_config:
-  fsdp_activation_checkpointing: true
-  fsdp_sharding_strategy: HYBRID_SHARD
-mixed_precision: bf16
-num_machines: 2
-num_processes: 16
-"""
 INPUTS = {"torchtitan": TITAN, "megatron": SCRIPT, "axolotl": AXOLOTL, "accelerate": ACCELERATE}
 DEFAULTS = (
     "seed", "mesh", "model.seq_len", "model.dtype", "fsdp.axis", "fsdp.param_dtype", "fsdp.master_dtype",
@@ -99,19 +91,6 @@ DEFAULTS = (
     "optimizer.weight_decay", "schedule", "train.steps", "train.clip_grad_norm",
 )  # fmt: skip
 """What every recipe says, whatever the file leaves out."""
-
-
-def translated(tool: str, text: str, **overrides: Any) -> tuple[Translation, str]:
-    file = "file.yaml" if tool in ("axolotl", "accelerate") else "file"
-    settings = TOOLS[tool].read(text.encode(), file)
-    where = next(iter(settings.said.values())).where
-    keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    translation = translate(TOOLS[tool], settings, {key: Stated(key, value, where) for key, value in keys.items()})
-    return translation, text_of(TOOLS[tool], file, translation)
-
-
-def names(translation: Translation) -> set[str]:
-    return {one.key for one in translation.left if one.matters}
 
 
 def test_torchtitan() -> None:
@@ -540,131 +519,3 @@ def test_the_last_fall_is_theirs(tool: str, said: str, fall: str, over: int) -> 
     keys = {line.key: line.value for line in translation.lines}["schedule"]
     assert (keys["name"], keys["fall"], keys["decay_over"]) == ("wsd", fall, over)
     assert not [one for one in translation.left if one.matters and "decay" in one.key]
-
-
-LAUNCHED = """\
-MODEL=Qwen/Qwen3-8B
-accelerate launch --config_file own.yaml --num_processes 16 --num_machines 2 \\
-    train.py --model_name_or_path $MODEL --per_device_train_batch_size 2 --gradient_accumulation_steps 4 \\
-    --max_length 4096 --max_steps 500 --bf16 --gradient_checkpointing --eval_strategy steps --report_to wandb none
-"""
-
-
-def test_a_script_that_launches_with_accelerate(tmp_path: Path) -> None:
-    """The launcher's flags count over the file that it names, the program's over both."""
-    script = tmp_path / "run.sh"
-    script.write_text(LAUNCHED)
-    settings = TOOLS["accelerate"].read(LAUNCHED.encode(), str(script))
-    assert names(translate(TOOLS["accelerate"], settings, {})) >= {"--config_file"}
-    (tmp_path / "own.yaml").write_text(ACCELERATE.replace("16", "8").replace("num_machines: 2", "num_machines: 1"))
-    translation = translate(TOOLS["accelerate"], TOOLS["accelerate"].read(LAUNCHED.encode(), str(script)), {})
-    recipe = loads(text_of(TOOLS["accelerate"], str(script), translation))
-    assert dict(recipe.mesh) == {"dp": 2, "fsdp": 8, "tp": 1} and recipe.remat == "full"
-    assert (recipe.batch.global_sequences, recipe.batch.per_device, recipe.train.steps) == (128, 2, 500)
-    assert (recipe.model.preset, recipe.model.seq_len, recipe.model.width) == ("qwen3-4b", 4096, 4096)
-    assert recipe.logging.wandb is not None and recipe.evaluate.every_steps == 500
-    assert names(translation) == {"fsdp_config.auto_wrap_policy"}
-
-
-def test_a_module_is_launched_as_a_program_is() -> None:
-    flags = "accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4 --mixed_precision bf16 -m a.b --seed 7"
-    translation, text = translated("accelerate", flags + " --max_steps=-1", model__preset="tiny")
-    recipe = loads(text)
-    assert dict(recipe.mesh)["fsdp"] == 4 and recipe.seed == 7 and recipe.model.dtype == "bf16"
-    assert names(translation) == {"seq_len", "max_steps", "per_device_train_batch_size"}
-
-
-TORCHRUN = """\
-torchrun --nproc_per_node=4 --master_port=1234 train.py --model_name_or_path meta-llama/Llama-2-7b-hf --bf16 True \\
-    --num_train_epochs 3 --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --evaluation_strategy "no" \\
-    --save_strategy "steps" --save_steps 2000 --save_total_limit 1 --learning_rate 2e-5 --warmup_ratio 0.03 \\
-    --lr_scheduler_type "cosine" --fsdp "shard_grad_op auto_wrap" --fsdp_config fsdp.json --model_max_length 512
-"""
-
-
-def test_a_script_of_torchrun_says_what_the_trainers_flags_do(tmp_path: Path) -> None:
-    script, tool = tmp_path / "run.sh", TOOLS["accelerate"]
-    (tmp_path / "fsdp.json").write_text('{"activation_checkpointing": true, "min_num_params": 5}')
-    translation = translate(tool, tool.read(TORCHRUN.encode(), str(script)), {})
-    recipe = loads(text_of(tool, str(script), translation))
-    assert dict(recipe.mesh) == {"dp": 1, "fsdp": 4, "tp": 1}
-    assert (recipe.remat, recipe.model.seq_len, recipe.data.epochs) == ("full", 512, 3)
-    assert recipe.fsdp.reshard_after_forward is False
-    assert (recipe.batch.global_sequences, recipe.checkpoint.every_steps, recipe.checkpoint.keep_last) == (128, 2000, 1)
-    assert names(translation) == {"--warmup_ratio", "min_num_params"}
-
-
-@pytest.mark.parametrize(
-    ("script", "mesh", "left"),
-    [
-        ("deepspeed --num_gpus=8 a.py --deepspeed --deepspeed_config ds.json --max_seq_len 64", (1, 8), set()),
-        ("python -m torch.distributed.run --nproc_per_node 2 --nnodes 2 a.py --max_length 64", (4, 1), set()),
-        ("N=4\nsrun torchrun --nproc-per-node $N --nnodes $M -m a.b --max_length 64", (4, 1), {"--nnodes"}),
-        ("python a.py --max_length 64 --stage dpo", (1, 1), {"--stage"}),
-    ],
-)  # fmt: skip
-def test_other_launchers(tmp_path: Path, script: str, mesh: tuple[int, int], left: set[str]) -> None:
-    tool = TOOLS["accelerate"]
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
-    script += " --max_steps 9 --per_device_train_batch_size 2 --model_name_or_path gpt2 --bf16\n"
-    translation = translate(tool, tool.read(script.encode(), str(tmp_path / "run.sh")), {})
-    assert {line.key: line.value for line in translation.lines}["mesh"] == {"dp": mesh[0], "fsdp": mesh[1], "tp": 1}
-    assert names(translation) - {"--model_name_or_path"} == left
-    assert not translation.warnings
-
-
-@pytest.mark.parametrize(
-    ("flags", "lora"),
-    [
-        ("--use_peft --lora_r 4", {"rank": 4, "alpha": 32.0, "dropout": 0.05}),
-        ("--use_peft --lora_target_modules q_proj v_proj --lora_alpha 8", {"rank": 16, "alpha": 8.0, "dropout": 0.05}),
-        ("--finetuning_type lora --lora_target q_proj,v_proj", {"rank": 8, "alpha": 16.0, "dropout": 0.0}),
-        ("--finetuning_type full", None),
-    ],
-)
-def test_adapters_of_trl_and_llama_factory(flags: str, lora: dict[str, float] | None) -> None:
-    _, text = translated("accelerate", f"python a.py {flags} --max_steps 3", model__preset="tiny")
-    read = loads(text).adapters.lora
-    assert (lora is None) == (read is None)
-    if lora is not None and read is not None:
-        assert {key: getattr(read, key) for key in lora} == lora
-        assert read.targets == (("q_proj", "v_proj") if "v_proj" in flags else ("all-linear",))
-
-
-def test_what_is_wrong_with_a_programs_flag_names_the_flag() -> None:
-    with pytest.raises(Mistakes) as caught:
-        translated("accelerate", "python a.py --per_device_train_batch_size two --max_steps 3")
-    assert caught.value.diagnostics[0].message == "`--per_device_train_batch_size: two` must be a whole number"
-
-
-def test_a_script_that_starts_nothing_is_told_as_such() -> None:
-    with pytest.raises(Mistakes) as caught:
-        translated("accelerate", "#!/bin/bash\necho hello\n")
-    assert caught.value.diagnostics[0].message == "the script starts no training"
-
-
-STARTED = """\
-MODEL=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048)
-run() {
-  srun --nodes 2 --gpus-per-node 8 python pretrain_gpt.py "${MODEL[@]}" "$@" --tensor-model-parallel-size 2
-}
-run --train-iters 100 --bf16 --lr 1e-4 --micro-batch-size 2
-"""
-
-
-def test_a_function_has_the_words_of_its_one_call() -> None:
-    keys = {line.key: line.value for line in translated("megatron", STARTED)[0].lines}
-    assert (keys["mesh"], keys["train.steps"]) == ({"dp": 8, "fsdp": 1, "tp": 2}, 100)
-    twice = translated("megatron", STARTED + "run --train-iters 5 --bf16\n")[0]
-    assert "$@" in names(twice), "of several calls none counts"
-
-
-def test_a_loop_over_one_word_has_its_value() -> None:
-    script = (
-        "for TP in 4; do\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --hidden-size 1024 --bf16"
-        " --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1"
-        " --tensor-model-parallel-size $TP --train-iters 9 --lr 1e-4\ndone\n"
-    )
-    assert {line.key: line.value for line in translated("megatron", script)[0].lines}["mesh"]["tp"] == 4
-    several = translated("megatron", script.replace("in 4", "in 2 4"))[0]
-    assert "--tensor-model-parallel-size" in names(several)
