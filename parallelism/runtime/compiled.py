@@ -88,7 +88,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     output.meta["user_visible_output_idxs"] = range(len(output.args[0]))
     output.meta["original_output_strides"] = [node.meta["val"].stride() for node in output.args[0]]
     traced.recompile()
-    tag = compiler.patch("cache_key_tag", _layouts(traced.graph))
+    tag = compiler.patch("cache_key_tag", f"{_layouts(traced.graph)} {_machine()}")
     with tag, config.patch(KEEP_ORDER), torch._guards.tracing(torch._guards.TracingContext(mode)):
         run = compile_fx_inner(traced, fakes)
 
@@ -98,6 +98,20 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
         return list(run(tensors))
 
     return call
+
+
+INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables by which libraries take other instructions of a processor than they would."""
+
+
+def _machine() -> str:
+    """What else decides compiled code: the processor's instructions, of which a folder in a home that several hosts
+    share has several, and the threads for which it is written."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    allowed = [os.environ.get(name) for name in INSTRUCTIONS]
+    return repr((capability, str(pick_vec_isa()), allowed, torch.get_num_threads()))
 
 
 def _layouts(graph: fx.Graph) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,24 @@ def test_compiled_code_is_found_again_for_the_same_layouts() -> None:
     for module, values in ((wide, torch.empty(2, 3)), (long, torch.empty(3, 2).t())):
         next(iter(module.graph.nodes)).meta["val"] = values
     assert _layouts(wide.graph) != _layouts(long.graph)
+
+
+def test_code_for_other_instructions_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that hosts share has the code of all of them: with another one's, workers died or computed NaN."""
+    from torch._dynamo.utils import counters
+
+    def misses() -> int:
+        before = counters["inductor"]["fxgraph_cache_miss"]
+        module = fx.symbolic_trace(lambda x: [torch.ops.aten.add(torch.ops.aten.cos(x), 4.75)])
+        compile_graph(module, [torch.ones(2, 3)])
+        return int(counters["inductor"]["fxgraph_cache_miss"] - before)
+
+    misses()
+    assert not misses()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", f"OTHER{time.time_ns()}")
+    assert misses() == 1
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: f"other {time.time_ns()}")
+    assert misses() == 1 and not counters["inductor"]["fxgraph_cache_bypass"]
 
 
 def test_compiled_code_is_loaded_from_a_folder_that_others_cannot_write(
