@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 import threading
 from functools import cache
@@ -16,8 +15,8 @@ from functools import cache
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 
 HUB = "https://huggingface.co"
-PATIENCE_S = 2.5
-"""Seconds for name lookup and connection; a slower network could not stream text either."""
+PATIENCE_S = 2.0
+"""Seconds for name lookup, connection and the first byte of an answer; a slower network could not stream text."""
 PREFIX = "hf:"
 SMALL = ("*.json", "*.jinja")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -88,34 +87,27 @@ def unreached() -> str:
     """Why only the cache of the hub's library can be read; "" where the hub answers."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set, and the cache is without it"
-    return _out_of_reach()
+    return _out_of_reach(os.environ.get("HF_ENDPOINT") or HUB)
 
 
-def _out_of_reach() -> str:
-    """Why no connection to the hub, or to the proxy before it, can be opened; "" if one can."""
-    host, port = _address(os.environ.get("HF_ENDPOINT") or HUB)
+@cache
+def _out_of_reach(endpoint: str) -> str:
+    """Why a hub answers no request, as one behind a proxy or a firewall may take connections alone; "" if it does.
+
+    A command asks once: what is not there for a model is not there for its data either.
+    """
+    from huggingface_hub.utils import get_session
+
     failed: list[str] = [f"no answer within {PATIENCE_S:g} s"]
 
-    def connect() -> None:
+    def ask() -> None:
         try:
-            socket.create_connection((host, port), timeout=PATIENCE_S).close()
+            get_session().head(endpoint, timeout=PATIENCE_S)  # any answer will do
             failed.clear()
-        except OSError as error:
-            failed[:] = [error.strerror or str(error)]
+        except Exception as error:  # the session's own types, which have no name here
+            failed[:] = [failed[0] if "Timeout" in type(error).__name__ else str(error) or type(error).__name__]
 
-    asking = threading.Thread(target=connect, daemon=True)  # a name lookup may take longer than any timeout
+    asking = threading.Thread(target=ask, daemon=True)  # a name lookup may take longer than any timeout
     asking.start()
     asking.join(PATIENCE_S)
-    return f"{host}:{port}: {failed[0]}" if failed else ""
-
-
-def _address(endpoint: str) -> tuple[str, int]:
-    """The host and port that a request to `endpoint` connects to."""
-    import urllib.parse
-    import urllib.request  # takes 30 ms, which `validate` need not spend
-
-    url = urllib.parse.urlsplit(endpoint)
-    proxy = urllib.request.getproxies().get(url.scheme)
-    if proxy and url.hostname and not urllib.request.proxy_bypass(url.hostname):
-        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    return f"{endpoint}: {failed[0]}" if failed else ""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import time
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import architectures
 from forked import python
+from tpshard.files.hub_folder import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from loopback_hub import Hub
@@ -84,3 +89,40 @@ def test_no_network_is_told_at_once_with_the_place(tmp_path: Path) -> None:
     codes, said = run(url, tmp_path, "validate tiny model.hf=hf:some/base", "validate tiny model.hf=hf:wrong")
     assert codes == [6, 3] and "hf:some/base cannot be read" in said and "model.hf=" in said, said
     assert "hf:OWNER/NAME@REVISION" in said
+
+
+def test_a_hub_that_takes_connections_and_never_answers_is_told_of_models_tokenizers_and_data(tmp_path: Path) -> None:
+    """Once for a command: what names a model and a tokenizer there asks one time."""
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("model: {preset: tiny}\ndata: {source: hf:some/talks, tokenizer: hf:some/base}\n")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        model, data = "validate tiny model.hf=hf:some/base", f"train {recipe} run.dir={tmp_path}/run"
+        codes, said = run(url, tmp_path, model, f"validate {recipe}", data)
+        asked = 0
+        silent.settimeout(0)
+        try:
+            while True:
+                silent.accept()[0].close()
+                asked += 1
+        except BlockingIOError:
+            pass
+    assert codes == [6, 0, 6] and said.count(f"{url}: no answer within 2 s") == 3 and asked == 1, said
+    assert "some/talks cannot be read from the hub" in said and "`data.tokenizer` is not known here" in said, said
+
+
+class _SlowHub(Hub):
+    """Its files take longer than the hub is waited for."""
+
+    def _send(self, request: BaseHTTPRequestHandler, data: bytes, *answer: Any) -> None:
+        if request.command == "GET" and request.path.endswith(".safetensors"):
+            time.sleep(PATIENCE_S + 0.2)
+        super()._send(request, data, *answer)
+
+
+def test_a_hub_whose_large_files_take_long_is_waited_for(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path / "base", "llama", weights=True)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with _SlowHub(files, repo="some/base", kind="models") as hub:
+        codes, said = run(hub.url, tmp_path, f"convert hf:some/base {tmp_path}/out", HF_HUB_DOWNLOAD_TIMEOUT="20")
+    assert codes == [0], said
