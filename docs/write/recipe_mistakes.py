@@ -56,7 +56,6 @@ TEXTS = (
     "model: {preset: tiny, layers: 4}\nremat: {every: 8}",
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [12, 10]}}",
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [110, 120]}}",
-    "model: {preset: tiny}\ntrain: {steps: 100, tokens: 1000000}",
     "model: {preset: tiny}\ntrain: {steps: 100}\ndata: {epochs: 3}",
     "model: {preset: tiny}\nschedule: {stages: [{to: 0.5}]}",
     "model: {preset: tiny}\ntrain: {steps: 100}\nschedule: {stages: [{steps: 200, to: 0.5}, {steps: 100, to: 0}]}",

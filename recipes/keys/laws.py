@@ -107,20 +107,12 @@ def terms_of_loss(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def one_end(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that one key says how long a run is, or both of `train.steps` and `train.tokens` the same."""
-    tokens, steps, epochs = recipe.train.tokens, recipe.train.steps, recipe.data.epochs
-    named = {"train.steps": recipe.where("train.steps").line, "train.tokens": tokens, "data.epochs": epochs}
-    first, *others = [key for key, one in named.items() if one] or [""]
-    if epochs is not None and others:
-        message = f"`{first}` and `data.epochs` both say how long a run is"
-        yield violation(recipe, "data.epochs", message, "one of them counts", "keep one", {first: "the other"})
-    if tokens is None or not named["train.steps"]:
-        return
-    a_step = recipe.batch.global_sequences * recipe.model.seq_len
-    if steps != (asked := -(-tokens // a_step)):
-        message = f"`train.tokens: {tokens}` and `train.steps: {steps}` end a run at different steps"
-        why, also = f"{a_step:,} tokens a step make {asked:,} steps", {"train.steps": "the other"}
-        yield violation(recipe, "train.tokens", message, why, "keep one of them", also)
+    """Requires that one key says how long a run is, also where two say the same: a changed batch would part them."""
+    written = {"train.steps": recipe.where("train.steps").line, "train.tokens": recipe.train.tokens}
+    first, *others = [key for key, one in {**written, "data.epochs": recipe.data.epochs}.items() if one] or [""]
+    for other in others:
+        message = f"`{first}` and `{other}` both say how long a run is"
+        yield violation(recipe, other, message, "one of them counts", "keep one", {first: "the other"})
 
 
 def rotary_scaling(recipe: Recipe) -> Iterator[Diagnostic]:
