@@ -199,10 +199,10 @@ def w4a16(
 
 def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, kv: int = 8, head: int = 128) -> Case:
     """Each sequence has rows / sequences queries at the end of its context."""
-    tile = triton_paged.tile(heads // kv, head, torch.bfloat16, rows=rows)
-    parts = -(-context // tile["PART"])
-    shared = max(1, min(triton_paged.programs_of(rows, kv), parts))
+    tile, sharing = triton_paged.launch_sizes(rows, heads // kv, kv, head, context, torch.bfloat16, (9, 0))
+    shared, units = sharing.programs, -(-context // (tile["PART"] * sharing.unit))
     constants = tile | {
+        "UNIT": sharing.unit,
         "BLOCK": 16,
         "CAPPED": False,
         "FAST": True,
@@ -217,7 +217,7 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
         "bf16",
         90,
         triton_paged.warps(tile),
-        triton_paged.stages(tile, torch.bfloat16, shared > 1),
+        triton_paged.stages(tile, torch.bfloat16, sharing),
         types,
         triton_paged.registers(tile),
     )
@@ -228,7 +228,7 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
     return Case(
         name, f"{rows} rows of {sequences}, {context} keys", code, programs, turns,
         keys * tile["M"], 4 * sequences * context * kv * head + 4 * rows * heads * head, 4 * rows * heads * seen * head,
-        4 * tile["M"] * keys * head, 4 * keys * head, left=8 * rows * heads * parts * (head + 2) * (shared > 1),
+        4 * tile["M"] * keys * head, 4 * keys * head, left=8 * rows * heads * units * (head + 2) * (shared > 1),
         masked=min(1, (1 + tile["TILE"] / keys) / turns),
     )  # fmt: skip
 
@@ -320,6 +320,8 @@ def cases() -> Iterator[Case]:
         yield paged("paged attention, decode", rows, sequences, context)
     yield paged("paged attention, prefill", 512, 1, 8192)
     yield paged("paged attention, prefill", 2048, 1, 2048)
+    yield paged("paged attention, prefill, tp 8", 2048, 1, 8192, heads=4, kv=1)
+    yield paged("paged attention, prefill, heads of 256", 2048, 1, 2048, heads=16, head=256)
     for which in ("forward", "queries", "values", "keys"):  # of Gemma 2 9B
         yield flash(which, 4096, 16, 8, 256)
     for which in ("forward", "queries", "keys and values"):  # of Gemma 2 27B

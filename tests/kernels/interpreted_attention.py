@@ -22,6 +22,7 @@ def test_rows_are_those_of_the_operation_and_know_nothing_of_one_another(
     heads, kv, dim, dtype, close, window, softcap, monkeypatch
 ):
     monkeypatch.setattr(triton_paged, "_PART", 64)
+    monkeypatch.setattr(triton_paged, "_UNIT", 2)
     monkeypatch.setattr(triton_paged, "_PROGRAMS", 1)
     tables, pools, past = fill(LENGTHS, kv, dim)
     sequences, positions = (torch.tensor([x]) for x in zip(*ROWS))
@@ -47,7 +48,9 @@ def test_rows_are_those_of_the_operation_and_know_nothing_of_one_another(
             pools[:, tables[i, p // 16], p % 16] = written[:, tables[i, p // 16], p % 16]
     for rows in (every, *([row] for row in every)):
         assert torch.equal(run(rows)[0].cpu(), whole[rows])
-    monkeypatch.setattr(triton_paged, "_MANY", 1)  # the tiles of prompts, of 128 queries in half precision
-    assert torch.equal(run(every)[0].cpu(), whole)
     monkeypatch.setattr(triton_paged, "_PROGRAMS", 64)  # several programs share a row's parts
     assert torch.equal(run(every)[0].cpu(), whole) and torch.equal(run([2, 4, 6])[0].cpu(), whole[[2, 4, 6]])
+    monkeypatch.setattr(triton_paged, "_MANY", 1)  # the tiles of prompts, whose units they share
+    assert torch.equal(run(every)[0].cpu(), whole) and torch.equal(run([4, 5, 6], True)[1].cpu(), own_lse[4:])
+    monkeypatch.setattr(triton_paged, "_PROGRAMS", 1)  # of 128 queries in half precision
+    assert torch.equal(run(every)[0].cpu(), whole)

@@ -243,7 +243,8 @@ def test_the_other_kernels_do_not_spill(capability):
                            (triton_steps.largest_kernel, {"BLOCK": 4096}),
                            (triton_experts.swiglu_kernel, {"BLOCK": 1024}),
                            (triton_experts.swiglu_backward_kernel, {"BLOCK": 1024}),
-                           (triton_paged.add_parts_kernel, {"HEAD": 128, "D": 128, "PART": 512, "WITH_LSE": True}),
+                           (triton_paged.add_parts_kernel,
+                            {"HEAD": 128, "D": 128, "KEYS": 512, "COUNT": 4, "WITH_LSE": True}),
                            (triton_experts.combine_kernel, {"CHOICES": 2, "BLOCK": 1024, "PLACED": True})):  # fmt: skip
         own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         own |= {"out": "*i64"} if kernel is triton_steps.largest_kernel else {}
