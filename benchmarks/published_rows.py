@@ -146,9 +146,13 @@ def _whole(row: dict[str, str]) -> bool:
     return row["stack"].startswith("prime-rl") and not _rl(row)
 
 
+OFFLOADED = " + activation CPU offload"
+"""What a row's `remat` ends in where activations wait in the host's memory."""
+
+
 def _remat(row: dict[str, str]) -> str | None:
     """The row's `remat`: none or full; "" where it is not said, None where no recipe can say it."""
-    words = row["remat"].removeprefix("selective: ")
+    words = row["remat"].removeprefix("selective: ").removesuffix(OFFLOADED)
     if row["stack"].startswith("NeMo AutoModel") and words.startswith("full") and not row["model"].startswith("GPT"):
         return "none" if row["gpus"] == "1" else "full"
     if not words or words.startswith("see") or "check" in words:
@@ -176,7 +180,7 @@ def _missing(row: dict[str, str], mesh: dict[str, int]) -> dict[str, str]:
     if " MoE " in row["model"]:
         missing["unsaid: load of the fullest expert"] = row["stack"]
     if (remat := _remat(row)) is None:
-        missing["remat: offload" if "offload" in row["remat"] else "remat by module"] = row["remat"]
+        missing["remat by module"] = row["remat"]
     elif not remat:
         missing["unsaid: remat"] = row["remat"]
     if not (row["micro_bs"] and row["tp"] and all(mesh.values())):
@@ -248,6 +252,7 @@ fsdp:
   reshard_after_forward: {str(row["zero"] != "2").lower()}
   accumulate: {accumulate}
 remat: {_remat(row)}
+offload: {"activations" if row["remat"].endswith(OFFLOADED) else "none"}
 compile: {compiled}
 batch: {{global_sequences: {micro * times * ranks.data}, per_device: {micro}}}
 {pipeline}"""

@@ -117,6 +117,7 @@ HOST = {
     "cores": DeviceKey("int", 0, 4096, 0),
     "inside": DeviceKey("link", default={}, what="how devices of a host are joined"),
     "across": DeviceKey("link", default={}, what="how hosts are joined"),
+    "bus": DeviceKey("link", default={}, what="how a device and its host's memory are joined; PCI Express 4, 16 lanes"),
     "crowds": DeviceKey("crowds", default={}),
     "products": DeviceKey("products", default={}),
 }

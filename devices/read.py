@@ -29,7 +29,7 @@ from tpshard.devices.device_keys import (
     DeviceKey,
 )
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source
-from tpshard.parallelism.pricing.cost import Cpu, Crowd, Device, Efficiency, Overhead, ServingOverhead
+from tpshard.parallelism.pricing.cost import BUS, Cpu, Crowd, Device, Efficiency, Overhead, ServingOverhead
 from tpshard.parallelism.pricing.network import Level, Link
 from tpshard.recipes.keys.schema import DEVICES
 from tpshard.recipes.text.nodes import Node, read, scalar
@@ -71,6 +71,7 @@ def parse(data: bytes, file: str) -> Device:
         host_devices=host["devices"],
         inside=inside,
         across=across,
+        bus=BUS if host["bus"]["bandwidth"] is None else _link(host["bus"]),
         levels=levels,
         efficiency=Efficiency(**{name: constants[name] for name in EFFICIENCY}),
         overhead=Overhead(

@@ -34,7 +34,7 @@ from tpshard.parallelism.resharding.lower import is_first, pick, transfers, vali
 from tpshard.parallelism.rules.control_flow import cond, scan, while_loop
 from tpshard.parallelism.rules.table import OTHER, entry_of
 from tpshard.parallelism.sharding import Layout
-from tpshard.parallelism.transfer import recv, send
+from tpshard.parallelism.transfer import copied, fetch, offload, recv, send
 from tpshard.parallelism.why import Demand, LastStep, ShardingReason, SourcePlace, Through
 
 CLASSES = (
@@ -45,7 +45,8 @@ CLASSES = (
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem, "offset": offset, "transfers": transfers, "valid": valid, "pick": pick,
-    "is_first": is_first, "send": send, "recv": recv, "cond": cond, "scan": scan, "while_loop": while_loop,
+    "is_first": is_first, "send": send, "recv": recv, "offload": offload, "fetch": fetch, "copied": copied,
+    "cond": cond, "scan": scan, "while_loop": while_loop,
 }  # fmt: skip
 """The functions that a node may call, by their name in a file."""
 

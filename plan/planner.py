@@ -128,6 +128,7 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         tokens=batch.global_sequences * setting.seq_len,
         compiled=_compile(programs),
         remat=_remat(recipe),
+        offload=_offload(recipe),
         weights=_weights(setting),
         experts="" if setting.dropless is None else setting.dropless.words,
         device_assumed=recipe.cluster is None,
@@ -185,6 +186,12 @@ def _weights(setting: Setting) -> str:
     if source.folder is None or (source.key == "transformers" and setting.spec.weights is None):
         return f"drawn at random, seed {setting.recipe.seed}"
     return f"from {source.folder} (model.{source.key})"
+
+
+def _offload(recipe: Recipe) -> str:
+    """The recipe's `offload` as text; "" where nothing is offloaded."""
+    where = recipe.offload
+    return f"activations of the first {where.first}" if not isinstance(where, str) else where.replace("none", "")
 
 
 def _remat(recipe: Recipe) -> str:

@@ -85,6 +85,7 @@ TEXTS = (
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, form: vectorized}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized, split: [1, 3]}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, split: [1, 2]}",
+    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b}\noffload: activations",
     "model: {preset: tiny}\nmesh: {pp: 8}\npipeline: {schedule: 1f1b}",
     "model: {preset: tiny}\nname: ${train.stepz}",
     "model: {preset: tiny}\nname: ${run.dir}\nrun: {dir: '${name}'}",

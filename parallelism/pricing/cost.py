@@ -153,6 +153,10 @@ class Cpu:
         return 1.0 + (self.cold_overhead - 1.0) * min(2.0, since / EVICTING_BYTES)
 
 
+BUS = Link(bandwidth=31.5e9, latency_s=1e-5, efficiency=0.8)
+"""PCI Express 4 with 16 lanes, which devices of unknown links to their host are taken to have."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator (or one CPU process) with its host and network. Rates in FLOP/s, sizes in bytes."""
@@ -174,6 +178,8 @@ class Device:
     channels: int = 0
     """Channels of a ring of the communication library; those of a pair are the next power of two. 0: unknown, and
     further communicators count no memory (see `communicators`)."""
+    bus: Link = BUS
+    """The link of one device and its host's memory, each way."""
     cpu: Cpu = Cpu()
     levels: tuple[Level, ...] = ()
     """The network's levels, from the nearest; empty where `inside` and `across` are all levels."""

@@ -18,6 +18,7 @@ from tpshard.parallelism.program import Info, Program
 from tpshard.parallelism.rules.control_flow import CONTROL_FLOW
 from tpshard.parallelism.rules.entry import Work
 from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.transfer import COPIES
 
 _MOST_READS = 2
 """A value with several readers and more than this many operands of at least half its size is written to memory."""
@@ -73,11 +74,12 @@ def is_compiled(compiled: Compiled, info: Info) -> bool:
 
 def compiled_as(program: Program, compiled: Compiled) -> Compiled:
     """The part of a program that is compiled where `compiled` is asked for: of one with control flow, whose bodies are
-    interpreted, pieces in the place of all."""
+    interpreted, or with copies to the host's memory, pieces in the place of all."""
     if compiled == "auto":
         operations = sum(node.op == "call_function" for node in program.graph.nodes)
         compiled = "layers" if operations > LARGE else "all"
-    within = compiled == "all" and any(node.target in CONTROL_FLOW for node in program.graph.nodes)
+    apart = (*CONTROL_FLOW, *COPIES)
+    within = compiled == "all" and any(node.target in apart for node in program.graph.nodes)
     return "pieces" if within else compiled
 
 
@@ -116,7 +118,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
     for node in flow.nodes:
         work, info = works[node], flow.info[node]
         dtype = _dtype(flow, node)
-        if (info.comm is not None and node.op == "call_function") or node in controls:
+        if (info.comm is not None and node.op == "call_function") or node in controls or node.target in COPIES:
             out.append(Kernel(node, "free", 0, 0, info.bytes, dtype, False))
             continue
         if work == "free":

@@ -6,7 +6,7 @@ its wait. Program inputs belong to the caller and live throughout. Views keep th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from tpshard.parallelism.pricing.flow import Flow
 from tpshard.parallelism.pricing.fusion import Kernel, kernels
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.exchange import runs_as_exchange
+from tpshard.parallelism.transfer import offload
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "gathered", "logits_and_loss", "communication", "cache",
@@ -65,6 +66,8 @@ class Memory:
     """What the program allocates, in order of allocation; without what kernels take while they run."""
     taken: list[Lifetime] = field(default_factory=list)
     """What kernels take while they run."""
+    host_bytes: int = 0
+    """The most pinned bytes that the program holds in its host's memory; 0 on a CPU, which holds them in its own."""
 
     @property
     def largest(self) -> list[tuple[str, str, int]]:
@@ -89,6 +92,10 @@ def liveness(
     flow = Flow.of(program)
     nodes = flow.nodes
     birth, death, size, category = _lives(program, run, flow)
+    away = [base for base in birth if base.target is offload] if device is None or device.kind == "gpu" else []
+    host_bytes = _most([(birth[base], death[base], pinned_bytes(size.pop(base))) for base in away])
+    for base in away:
+        del birth[base]
 
     change: dict[str, list[int]] = {name: [0] * (len(nodes) + 3) for name in CATEGORIES}
     spans: list[Lifetime] = []
@@ -137,7 +144,19 @@ def liveness(
         alive,
         spans,
         taken,
+        host_bytes,
     )
+
+
+def pinned_bytes(size: int) -> int:
+    """Bytes that torch's allocator takes of a host's memory for a pinned tensor: the next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _most(spans: Iterable[tuple[int, int, int]]) -> int:
+    """The most bytes of (first, last, bytes) at once."""
+    changes = sorted((at, size) for first, last, held in spans for at, size in ((first, held), (last + 1, -held)))
+    return max(accumulate(size for _, size in changes), default=0)
 
 
 def _scratch(flow: Flow, kernels: Sequence[Kernel]) -> Iterator[tuple[int, int]]:

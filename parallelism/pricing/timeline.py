@@ -1,4 +1,5 @@
-"""Simulating one device's step on lanes in issue order: one for computation, one per group for communication.
+"""Simulating one device's step on lanes in issue order: one for computation, one per group for communication, and two
+for copies to the host's memory and back, which are as collectives are.
 
 The compute lane runs nodes in program order. A collective is handed to its group's lane when the compute lane reaches
 it, runs after earlier ones of that lane, shares its link with those of other groups, and slows computation while it
@@ -21,7 +22,11 @@ from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kerne
 from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, cond, priced, rounds, scan
+from tpshard.parallelism.transfer import COPIES, copied, offload
 from tpshard.parallelism.words import axes_text
+
+BUS_LANES = ("to host", "from host")
+"""The lanes of copies to the host's memory and back."""
 
 
 class LaneTask(NamedTuple):
@@ -59,7 +64,7 @@ class Timeline:
     comm_s: float
     """Time during which at least one collective ran."""
     exposed_s: float
-    """Time during which the compute lane waited for a collective."""
+    """Time during which the compute lane waited for a collective, or for a copy from the host's memory or to it."""
     slowed_s: float
     """Time added to computation by collectives that ran at the same time."""
     events: list[TimelineEvent] = field(default_factory=list)
@@ -144,7 +149,7 @@ class _Lanes:
 
     def _advance(self, dt: float) -> None:
         self.now += dt
-        self.comm_s += dt
+        self.comm_s += dt if any(self.tasks[i].lane not in BUS_LANES for i in self.running) else 0.0
         for i in self.running:
             self.left[i] -= dt / self._sharing(i)
         finished = [i for i in self.running if self.left[i] <= 1e-12]
@@ -228,12 +233,26 @@ def price(
                 price(body, device, devices_per_host, compiled="none", topology=topology) for body in programs_in(node)
             ]
             tasks.append(_of_bodies(node, inside, run, device))
-        elif flow.name[node] == "wait_tensor":
+        elif node.target in COPIES:
+            tasks.append(_host_copy(node, device))
+        elif node.target is copied and device.kind == "cpu":
+            tasks.append(LaneTask(node.name, "compute", 0.0))
+        elif flow.name[node] == "wait_tensor" or node.target is copied:
             tasks.append(LaneTask(node.name, "wait", 0.0, of=_issuer(node, index)))
         else:
             tasks.append(LaneTask(node.name, "compute", seconds(kernel, device)))
             apart += device.cpu.spread * tasks[-1].seconds
     return Priced(program, parts, tasks, costs, device.slowdown, run)
+
+
+def _host_copy(node: fx.Node, device: Device) -> LaneTask:
+    """The task of a copy between the memories of a device and its host, which a CPU makes itself."""
+    if device.kind == "cpu":
+        return LaneTask(node.name, "compute", 2 * info_of(node).bytes / device.stream_rate + device.overhead.eager_op_s)
+    lane = BUS_LANES[node.target is not offload]  # a bus carries both ways at once
+    bus = device.bus
+    took = info_of(node).bytes / (bus.bandwidth * bus.efficiency) + bus.latency_s
+    return LaneTask(node.name, "issue", took, lane, lane)
 
 
 def _of_bodies(
@@ -264,6 +283,6 @@ def comm_cost(device: Device, topology: Topology, comm: Collective, apart: float
 def _issuer(wait: fx.Node, index: dict[fx.Node, int]) -> int:
     """The index of the node that issued the collective of a wait."""
     node = wait.all_input_nodes[0]
-    while info_of(node).comm is None and node.all_input_nodes:
+    while info_of(node).comm is None and node.target not in COPIES and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return index[node]

@@ -20,13 +20,14 @@ from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.gloo import all_gather
+from tpshard.parallelism.runtime.host_copies import host_copies
 from tpshard.parallelism.runtime.mail import Mail, positions
 from tpshard.parallelism.runtime.regions import box, with_blocks
 from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.watchdog import Doing, as_doing
 from tpshard.parallelism.sharding import show_axis
 from tpshard.parallelism.simulate import RANKED, combine, evaluate
-from tpshard.parallelism.transfer import recv, send
+from tpshard.parallelism.transfer import HOST_COPIES, recv, send
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -176,6 +177,10 @@ def localize(
             continue
         if node.target is getitem and node.args[0] in in_place:
             local[node] = local[in_place[node.args[0]][node.args[1]]]  # type: ignore[index]
+            continue
+        if node.target in HOST_COPIES and device.type == "cuda":
+            target = getattr(host_copies(device), node.target.__name__)  # type: ignore[union-attr]
+            local[node] = graph.call_function(target, fx.map_arg(node.args, local.__getitem__))
             continue
         copy = graph.node_copy(node, lambda n: local[n])
         local[node] = copy

@@ -53,6 +53,8 @@ def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str
         warnings.append(f"{device.name} has no fitted constants; `tpshard doctor --measure` fits them on a machine")
     if job.dtype == "fp8" and device.kind == "cpu":
         warnings.append("a CPU multiplies fp8 operands as fp32: its numbers are those of fp8, its speed is not")
+    if job.offload and device.kind == "cpu":
+        warnings.append("a CPU's memory is its host's: offload copies activations within it, which saves nothing")
     if device.kind == "gpu" and job.devices_per_node > device.host_devices:
         in_recipe = f"the recipe says {job.devices_per_node}"
         warnings.append(f"a host of {device.name} has {device.host_devices} devices, {in_recipe}")

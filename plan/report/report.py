@@ -48,6 +48,8 @@ class PlannedJob:
     compiled: str
     """The recipe's `compile`."""
     remat: str = ""
+    offload: str = ""
+    """What waits in the host's memory."""
     device_assumed: bool = False
     """Whether the recipe names no device, so that the shipped CPU is priced."""
     weights: str = ""
@@ -193,8 +195,10 @@ class Report:
         """What takes most of a step's time, as a phrase."""
         times = self.pricing
         work = times.work_s
+        copies_s = 0.0 if times.offloaded is None else times.offloaded.exposed_s
         shares = {
-            "waiting for communication": times.exposed_s,
+            "waiting for communication": times.exposed_s - copies_s,
+            "waiting for copies to the host's memory and back": copies_s,
             "waiting for other stages": times.idle_s,
             "matrix products and attention": work["matmul"] + work["attention"],
             "memory-bound operations": work["stream"],
@@ -246,8 +250,9 @@ class Report:
         works += [kinds[kind] for kind, work_s in times.work_s.items() if work_s > _COUNTS * times.step_s]
         links = [line.wire for line in self.lines if line.wire != "none"]
         used = sorted(set(links))
+        bus = ["bus"] if times.offloaded is not None else []
         return {
-            "time": device.unfitted_constants([*works, *used]),
+            "time": device.unfitted_constants([*works, *used, *bus]),
             "collectives.time_s": device.unfitted_constants(used),
         }
 
@@ -312,6 +317,7 @@ class Report:
                 "static_bytes": dict(times.static_bytes),
                 "peak_at": times.peak_at,
                 "largest": [{"value": v, "category": c, "bytes": b} for v, c, b in memory.largest],
+                **({} if times.offloaded is None else {"offloaded": round_figures(asdict(times.offloaded))}),
             },
             "time": {
                 "step_s": round_figure(times.step_s),

@@ -117,7 +117,8 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     assumed = " (none named: the shipped CPU)" if job.device_assumed else ""
     head += [
         f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
-        f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}",
+        f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}"
+        f"{', offload ' + job.offload if job.offload else ''}",
         *(f"  weights {text}" for text in (job.quantized, job.weights) if text),
         *([] if report.trained is None else _trained(report.trained, verbose)),
         *([f"  experts {job.experts}"] if job.experts else []),
@@ -369,6 +370,12 @@ def _memory(report: Report, width: int) -> list[str]:
     rows.append(line.rstrip(" ·"))
     exact = ", ".join(f"{LABELS.get(k, k)} {gib(v)}" for k, v in report.pricing.static_bytes.items())
     rows.append(f"  at rest [exact]: {exact}")
+    if (away := report.pricing.offloaded) is not None:
+        rows.append(
+            f"  in the host's memory: {gib(away.held_bytes)} pinned for a device, "
+            f"{gib(away.held_bytes * report.job.devices_per_node)} for a host; {gib(away.moved_bytes)} a step go there "
+            f"and come back: {seconds(away.copying_s)}, exposed {seconds(away.exposed_s)}"
+        )
     return rows
 
 

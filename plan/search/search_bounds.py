@@ -18,7 +18,7 @@ from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.program import info
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.pass_choices import compiled_by
-from tpshard.programs.parts.passes import remat
+from tpshard.programs.parts.passes import saving
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.cluster import devices_of
 from tpshard.programs.setting.setting import Setting
@@ -97,7 +97,7 @@ def _activations_of_layer(setting: Setting) -> int:
     few, depth = shallow_program(setting), setting.depth
     if few is None or depth is None or depth.period != 1 or depth.head:
         return 0
-    program = run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], few)
+    program = run(saving(setting, setting.recipe.fsdp.reshard_after_forward is not False), few)
     # a stage's backward is another program, which gets every saved value, as in a program that is not compiled
     compiled = "none" if setting.recipe.staged else compiled_by(setting.recipe)
     memory = liveness(program, kernels(program, compiled=compiled))

@@ -227,6 +227,20 @@ class DrawnPart(PartFigures):
         return [lane for lane in ("compute", "wait") if lane in names] + sorted(names - {"compute", "wait"})
 
 
+@dataclass(frozen=True)
+class Offloaded:
+    """What a step of one device keeps in its host's memory until the backward pass."""
+
+    held_bytes: int
+    """The most that it holds there at once, in pinned tensors of torch."""
+    moved_bytes: int
+    """Bytes that are copied there in a step, and as many back."""
+    copying_s: float
+    """Seconds of the copies, both ways."""
+    exposed_s: float
+    """Seconds that the device waits for them."""
+
+
 class StepMemory(ABC):
     """What a device's memory says of a step that holds `peak_bytes`."""
 
@@ -292,6 +306,7 @@ class StepFigures(StepMemory):
     """What it would be without expandable segments; None on a CPU."""
     pipeline: PricedPipeline | None = None
     limit: int | None = None
+    offloaded: Offloaded | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -11,10 +11,10 @@ from tpshard.parallelism.pricing.cost import CommCost, Device
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel
 from tpshard.parallelism.pricing.liveness import Memory, liveness
-from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
+from tpshard.parallelism.pricing.timeline import BUS_LANES, Priced, Timeline, price
 from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
-from tpshard.plan.step.figures import Line, PricedPipeline, StepMemory
+from tpshard.plan.step.figures import Line, Offloaded, PricedPipeline, StepMemory
 from tpshard.plan.step.reserve import Replay, Turn
 
 
@@ -116,6 +116,20 @@ class Pricing(StepMemory):
     def peak_bytes(self) -> int:
         """Peak memory of a step on one device, in bytes."""
         return self.worst.memory.peak_bytes
+
+    @property
+    def offloaded(self) -> Offloaded | None:
+        """What waits in the host's memory; None where nothing does."""
+        if not (held := max(part.memory.host_bytes for part in self.parts)):
+            return None
+        moved, copying_s, exposed_s = 0, 0.0, 0.0
+        for part in self.parts:
+            for i, task in enumerate(part.priced.tasks):
+                if task.lane in BUS_LANES:
+                    moved += part.part.times * part.priced.kernels[i].written * (task.lane == BUS_LANES[0])
+                    copying_s += part.part.times * task.seconds
+                    exposed_s += part.part.times * part.timeline.exposed.get(i, 0.0)
+        return Offloaded(held, moved, copying_s, exposed_s)
 
     @cached_property
     def reserved_bytes(self) -> int:

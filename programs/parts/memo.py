@@ -50,7 +50,7 @@ def _layer(setting: Setting) -> Any:
 PARTS: dict[str, Callable[[Any], Any]] = {
     "model": _model, "rows": _rows, "mesh": lambda setting: (setting.mesh.axes, setting.pipeline_axis),
     "shardings": _shardings, "optimizer": _optimizer, "recipe": _recipe,
-    "remat": lambda setting: setting.recipe.remat, "layer": _layer,
+    "remat": lambda setting: (setting.recipe.remat, setting.recipe.offload), "layer": _layer,
     "server": lambda setting: (setting.mesh.axes, setting.pool_size, setting.slots),
 }  # fmt: skip
 """The parts of a setting, of training or of a server, on which products depend."""

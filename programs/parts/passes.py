@@ -11,6 +11,7 @@ from tpshard.parallelism.passes.accumulate import accumulate
 from tpshard.parallelism.passes.bucket import bucket
 from tpshard.parallelism.passes.gather_late import gather_late
 from tpshard.parallelism.passes.hoist_gradients import hoist_gradients
+from tpshard.parallelism.passes.offload import offload_saved
 from tpshard.parallelism.passes.overlap_exchanges import overlap_exchanges
 from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import recompute
@@ -29,7 +30,15 @@ FEWER: tuple[Pass, ...] = (simplify, accumulate)
 
 def passes(setting: Setting, chosen: Choices) -> list[Pass]:
     """The passes of a recipe, with the choices that it leaves open."""
-    return [remat(setting, chosen.reshard_after_forward), *FEWER, *scheduling(setting, chosen)]
+    return [*saving(setting, chosen.reshard_after_forward), *FEWER, *scheduling(setting, chosen)]
+
+
+def saving(setting: Setting, reshard_after_forward: bool) -> list[Pass]:
+    """The passes that decide what the backward pass finds saved, and where."""
+    where = setting.recipe.offload
+    first = None if isinstance(where, str) else where.first
+    moved = [partial(offload_saved, first=first)] if where != "none" else []
+    return [remat(setting, reshard_after_forward), *moved]
 
 
 def remat(setting: Setting, reshard_after_forward: bool) -> Pass:
@@ -58,7 +67,7 @@ def apply(setting: Setting, program: Program, watch: Watch | None = None, fork: 
 
     @cache
     def with_remat(reshard_after_forward: bool) -> Program:
-        return run([remat(setting, reshard_after_forward), *FEWER], program)
+        return run([*saving(setting, reshard_after_forward), *FEWER], program)
 
     @cache
     def program_with(chosen: Choices) -> Program:

@@ -313,6 +313,7 @@ ROWS = (
         "megatron_lm_config.recompute_granularity": Maybe(str), "megatron_lm_config.recompute_method": Maybe(str),
         "megatron_lm_config.recompute_num_layers": Maybe(int),
     }, _remat),
+    KeyRow("offload", {"activation_offloading": False}, lambda on: "activations" if truth(on) else Omit),
     KeyRow("pipeline", {"distributed_type": "NO", "megatron_lm_config.pp_degree": 1},
         lambda kind, pp: {"schedule": "1f1b"} if kind.upper() == "MEGATRON_LM" and pp > 1 else Omit),
     KeyRow("sharding.overlap", {"parallelism_config.tp_size": 1, "deepspeed_config.tp_size": 1},

@@ -219,6 +219,13 @@ def _data(datasets: list[Any], pretraining: Any, source: str | None) -> Any:
     return Unsaid(f"give data.source={place} {column}{more}", "sample")
 
 
+def _offload(where: Any, trainer: Any) -> Any:
+    """Where activations wait. Older files say it of gradient_checkpointing: offload or offload_disk."""
+    if "disk" in f"{where} {trainer}":
+        return Unsaid("they wait in the host's memory here, not on its disk", "activations")
+    return "activations" if truth(where) or where in ("legacy", "hidden_states") or "offload" in str(trainer) else Omit
+
+
 ROWS = (
     KeyRow(MESH, RANKS, _mesh),
     KeyRow("model", {"base_model": Maybe(str), "revision_of_model": Maybe(str)}, partial(model, "base_model")),
@@ -235,8 +242,8 @@ ROWS = (
     KeyRow(STORAGE, {"adapter": Maybe(str), **COMPUTED, **KIND}, _storage),
     *ALWAYS,
     KeyRow("remat", {"gradient_checkpointing": Maybe(object), "fsdp_config.activation_checkpointing": False},
-        lambda trainer, fsdp: "full" if truth(trainer) or truth(fsdp) else "none" if "offload" not in str(trainer)
-        else Unsaid("activations are not offloaded", "full", ("gradient_checkpointing",))),
+        lambda trainer, fsdp: "full" if truth(trainer) or truth(fsdp) or "offload" in str(trainer) else "none"),
+    KeyRow("offload", {"activation_offloading": Maybe(object), "gradient_checkpointing": Maybe(object)}, _offload),
     KeyRow("sharding.overlap", {"tensor_parallel_size": 1}, lambda tp: False if tp > 1 else Omit),
     KeyRow("compile", {"torch_compile": False}, lambda on: "blocks" if truth(on) or on == "auto" else "eager"),
     KeyRow(("batch.global_sequences", "batch.per_device"),
@@ -266,8 +273,6 @@ ROWS = (
     KeyRow("logging.every_steps", {"logging_steps": 10}),
     KeyRow("logging.wandb", {"wandb_project": Maybe(str)}, lambda name: {"project": name} if name else None),
     KeyRow((), ONCE, _clash),
-    KeyRow((), {"activation_offloading": Maybe(object)},
-        lambda on: Unsaid("a recipe offloads nothing") if on else Omit),
     *deepspeed.ROWS,
     KeyRow((), {"deepspeed": Maybe(object)},
         lambda file: Omit if file is None else Unsaid("there is no such file here; its stage is its name's")),

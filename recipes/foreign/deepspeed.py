@@ -37,7 +37,7 @@ UNSAID = {
     rf"{PLACE}\.zero_optimization\.zero_(hpz|quantized|hpz_partition)_?.*": "gathers are not quantized or kept a node",
     rf"{PLACE}\.(optimizer|scheduler)\.type": "its class is the optimizer's or schedule's that is nearest",
     rf"{PLACE}\.offload_\w+_nvme_path|{PLACE}\.zero_optimization\.offload_.*|{PLACE}\.aio\..*":
-        "a recipe offloads nothing",
+        "a recipe offloads activations alone",
     rf"{PLACE}\.(activation_checkpointing|pipeline|compression_training|curriculum_learning|data_efficiency)\..*":
         "only a program that calls DeepSpeed for it has it",
 }  # fmt: skip
@@ -97,7 +97,8 @@ def clipping(norm: Any) -> float | None:
 
 ROWS = (
     KeyRow((), {f"{PLACE}.offload_optimizer_device": "none", f"{PLACE}.offload_param_device": "none"},
-        lambda *places: Unsaid("a recipe offloads nothing") if any(str(p).lower() != "none" for p in places) else Omit),
+        lambda *places: Unsaid("a recipe offloads activations alone")
+        if any(str(p).lower() != "none" for p in places) else Omit),
     KeyRow((), {f"{PLACE}.json": Maybe(object)}, lambda _: Omit),
     KeyRow((), {f"{PLACE}.communication_data_type": Maybe(str)},
         lambda kind: Omit if kind is None else Unsaid("gradients are reduced in the type of the computation")),

@@ -239,6 +239,22 @@ def _remat(
     return "full"
 
 
+def _offload(number: int, pp: int, layers: int | None, granularity: str | None, activations: bool) -> Any:
+    """The layers whose activations wait in the host's memory."""
+    flags = ("--cpu-offloading-num-layers", "--pipeline-model-parallel-size", "--recompute-granularity", "--num-layers")
+    if number < 1:
+        return Omit
+    if pp > 1:
+        return Conflict("activations are not offloaded with a pipeline, at which it stops", keys=flags[:2])
+    if granularity is not None or activations:
+        message = "activations are not offloaded with recomputation, at which it stops"
+        return Conflict(message, {"first": number}, keys=(flags[0], flags[2]))
+    if layers is not None and number >= layers:
+        message = f"{number} of {layers} layers are offloaded, at which it stops: one at least is not"
+        return Conflict(message, "activations", f"{flags[0]} {layers - 1}", (flags[0], flags[3]))
+    return {"first": number}
+
+
 def _pipeline(
     pp: int, layers: int | None, each: int | None, rounds: int | None, first: int | None, last: int | None,
     embedding: bool, loss: bool,
@@ -320,6 +336,10 @@ ROWS = (
         "--pipeline-model-parallel-size": 1, "--activations-checkpoint-method": Maybe(str),
         "--checkpoint-activations": False,
     }, _remat),
+    KeyRow("offload", {
+        "--cpu-offloading-num-layers": 0, "--pipeline-model-parallel-size": 1, "--num-layers": Maybe(int),
+        "--recompute-granularity": Maybe(str), "--recompute-activations": False,
+    }, _offload),
     KeyRow("compile", {}, lambda: "inductor"),
     KeyRow("pipeline", {
         "--pipeline-model-parallel-size": 1, "--num-layers": Maybe(int),
@@ -393,7 +413,7 @@ TOOL = Tool(
         r"--(deepspeed.*|zero-stage)": "DeepSpeed's sharding is not read here: --use-distributed-optimizer is stage 1",
         r"--init-method-std": "weights begin as the model's family has it",
         r"--(optimizer-cpu-offload|optimizer-offload-fraction|cpu-offloading.*|fine-grained-activation-offloading|"
-        r"offload-modules|use-torch-optimizer-for-cpu-offload)": "a recipe offloads nothing",
+        r"offload-modules|use-torch-optimizer-for-cpu-offload)": "a recipe offloads whole layers' activations alone",
         r"--(no-)?[\w-]*fusion[\w-]*|--attention-backend|--use-(te|flash-attn)[\w-]*|--[\w-]*cuda-graph[\w-]*|"
         r"--attention-softmax-in-fp32|--tp-comm-[\w-]*|--moe-(token-dispatcher-type|grouped-gemm|use-legacy[\w-]*|"
         r"shared-expert-overlap|enable-deepep|permute[\w-]*)|--cp-comm-type|--ddp-(bucket|num|pad|average)[\w-]*|--DDP-impl|"

@@ -342,7 +342,8 @@ ROWS = (
     KeyRow("logging.every_steps", {"metrics.log_freq": 10}),
     KeyRow("logging.wandb", {"metrics.enable_wandb": False}, lambda on: {"mode": "auto"} if on else None),
     KeyRow("logging.tensorboard", {"metrics.enable_tensorboard": False}),
-    KeyRow((), {"training.enable_cpu_offload": False}, lambda on: Unsaid("a recipe offloads nothing") if on else Omit),
+    KeyRow((), {"training.enable_cpu_offload": False},
+        lambda on: Unsaid("a recipe offloads activations alone") if on else Omit),
     KeyRow((), {"optimizer.early_step_in_backward": False}, lambda on: Unsaid("no key says it") if on else Omit),
     KeyRow((), {"parallelism.disable_loss_parallel": False}, lambda on: Unsaid("the loss is parallel") if on else Omit),
     KeyRow("sharding.overlap", {

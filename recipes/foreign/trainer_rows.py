@@ -139,7 +139,7 @@ ALWAYS = (
     KeyRow("fsdp.bucket", {}, lambda: "wrap"),
     KeyRow("sharding.on_uneven", {}, lambda: "error"),
     KeyRow((), {"fsdp_config.offload_params": False},
-        lambda on: Unsaid("a recipe offloads nothing") if truth(on) else Omit),
+        lambda on: Unsaid("a recipe offloads activations alone") if truth(on) else Omit),
     KeyRow(
         "fsdp.prefetch",
         {"fsdp_config.backward_prefetch": "BACKWARD_PRE", "fsdp_config.forward_prefetch": False},

@@ -21,6 +21,7 @@ from tpshard.recipes.keys.mesh_laws import (
     pipeline_is_possible,
     priorities_of_rules,
     stages_have_their_axis,
+    stages_keep_activations,
     used_axes,
     used_serving_axes,
 )
@@ -328,4 +329,5 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (packed_is_of_a_preset, ("adapters", "model")),
     (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),
+    (stages_keep_activations, ("pipeline", "offload")),
 )

@@ -165,6 +165,14 @@ def pipeline_is_possible(recipe: Recipe) -> Iterator[Diagnostic]:
         yield violation(recipe, "pipeline.split", message, fix=fix, also=also)
 
 
+def stages_keep_activations(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that the stages of a pipeline keep their activations."""
+    if recipe.pipeline is not None and recipe.offload != "none":
+        why = "what a stage saves passes from its forward to its backward program on the device"
+        also = {"pipeline": "the pipeline"}
+        yield violation(recipe, "offload", "`offload` does not suit a pipeline", why, "offload: none", also)
+
+
 def stages_have_their_axis(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that `pp` shards the stages of a pipeline and nothing else."""
     section, also = recipe.pipeline, {"pipeline": "the pipeline"}

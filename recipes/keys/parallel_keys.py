@@ -123,6 +123,13 @@ class RematEvery(Section):
     """Of these layers only what modules compute, by name pattern, such as layers.*.mlp; empty: all."""
 
 
+class OffloadFirst(Section):
+    """Activations of some layers in the host's memory."""
+
+    first: Count
+    """Of so many layers, counted from the model's first."""
+
+
 class Pipeline(Section):
     """Pipeline parallelism: the layers in stages along the mesh axis `pp`."""
 

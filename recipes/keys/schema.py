@@ -20,7 +20,7 @@ from tpshard.recipes.keys.constraints import RUN_NAME, AxisName, AxisSize, form,
 from tpshard.recipes.keys.data_keys import Data
 from tpshard.recipes.keys.mesh_sizes import misfit
 from tpshard.recipes.keys.model_keys import Model
-from tpshard.recipes.keys.parallel_keys import Fsdp, Pipeline, RematEvery, ShardingSection
+from tpshard.recipes.keys.parallel_keys import Fsdp, OffloadFirst, Pipeline, RematEvery, ShardingSection
 from tpshard.recipes.keys.serving_keys import Quantize, Serve
 from tpshard.recipes.text.section import Section, derived
 
@@ -70,6 +70,10 @@ class Recipe(Section):
     """What is recomputed in the backward pass: nothing, everything, everything except matmul and attention outputs,
     every n-th layer ({every: 2}), the first n layers ({first: 8}), some modules ({modules: layers.*.mlp}), or
     everything except a list of operations."""
+    offload: Literal["none", "activations"] | OffloadFirst = "none"
+    """What waits for the backward pass in pinned memory of the host: nothing; activations, all that `remat` saves of
+    layers but the last; or those of the first n layers ({first: 8}). Copies run beside computation. On a CPU, whose
+    memory is the host's, they save nothing. Not with a pipeline."""
     compile: Literal["auto", "inductor", "blocks", "eager"] = "auto"
     """What is compiled of a device's program: all of it; only its layers, while the rest (the loss, the optimizer) runs
     eagerly; or nothing. `auto` is inductor, or blocks for a program of so many operations that inductor would take

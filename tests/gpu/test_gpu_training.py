@@ -78,6 +78,8 @@ def test_steps_are_those_of_autograd_on_the_cpu(pool: Any, device: str) -> None:
     [
         ([], 1e-4),
         pytest.param(["compile=inductor"], 1e-4, marks=pytest.mark.gpu),  # on the CPU: tests/train/test_compiled.py
+        (["offload=activations", "compile=eager"], 1e-4),
+        pytest.param(["offload=activations", "compile=inductor"], 1e-4, marks=pytest.mark.gpu),
         (["fsdp.param_dtype=bf16"], 0.1),
         (["fsdp.param_dtype=bf16", "remat=full", "fsdp.reduce_dtype=bf16"], 0.1),
     ],

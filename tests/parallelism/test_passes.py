@@ -16,6 +16,7 @@ from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.bucket import bucket
 from tpshard.parallelism.passes.gather_late import gather_late
 from tpshard.parallelism.passes.hoist_gradients import hoist_gradients
+from tpshard.parallelism.passes.offload import offload_saved
 from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import keep_all, keep_layer_inputs, keep_selected, recompute
 from tpshard.parallelism.passes.reduce_early import reduce_early
@@ -93,6 +94,9 @@ VARIANTS: dict[str, list[Pass]] = {
     "of modules": [again(keep_layer_inputs(2, modules=["layers.*.mlp", "layers.*.attention_norm"]))],
     "selective": [again(keep_selected())],
     "chosen": [again(keep_selected(["attention"]))],
+    "offloaded": [again(keep_all), offload_saved],
+    "offloaded by layers' inputs": [again(keep_layer_inputs()), offload_saved, *schedule()],
+    "the first offloaded": [again(keep_selected()), partial(offload_saved, first=2), simplify, in_units, *schedule()],
     "simplified": [simplify],
     "recomputed and simplified": [again(keep_selected()), simplify],
     "bucketed": [in_units],

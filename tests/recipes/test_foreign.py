@@ -154,6 +154,28 @@ def test_axolotl() -> None:
     assert names(translation) == {"saves_per_epoch", "save_steps"}
 
 
+@pytest.mark.parametrize(
+    ("tool", "file", "expected", "told"),
+    [
+        ("axolotl", "activation_offloading: true\ngradient_checkpointing: true", "activations", ""),
+        ("axolotl", "activation_offloading: hidden_states\ngradient_checkpointing: true", "activations", ""),
+        ("axolotl", "gradient_checkpointing: offload_disk", "activations", "not on its disk"),
+        ("megatron", "--cpu-offloading-num-layers 2", 2, ""),
+        ("megatron", "--cpu-offloading-num-layers 4", "activations", "one at least is not"),
+        ("megatron", "--cpu-offloading-num-layers 2 --pipeline-model-parallel-size 2", "none", "at which it stops"),
+        ("megatron", "--cpu-offloading-num-layers 2 --recompute-activations", 2, "with recomputation"),
+        ("accelerate", "activation_offloading: true", "activations", ""),
+    ],
+)
+def test_activations_that_wait_on_the_host(tool: str, file: str, expected: Any, told: str) -> None:
+    before = {"axolotl": AXOLOTL, "megatron": "torchrun --nproc-per-node 2 x.py --num-layers 4 ",
+              "accelerate": "distributed_type: FSDP\nnum_processes: 2\n"}  # fmt: skip
+    translation, text = translated(tool, before[tool] + file)
+    where = loads(text).offload
+    assert (where if isinstance(where, str) else where.first) == expected
+    assert told in str(Mistakes(translation.warnings)) + str(translation.left)
+
+
 def test_axolotl_of_a_base_in_few_bits(tmp_path: Path) -> None:
     """A known base stands for its quantized folder in plans; a pattern of layers is their names; a model of the hub is
     named; DeepSpeed's settings are those of the map, or of the file, that the configuration has."""

@@ -70,9 +70,10 @@ MIXTURE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "pieces"), [((), False), (MIXTURE, True)])
-def test_inductor_runs_the_same_program_in_pieces_around_control_flow(pool, overrides: Any, pieces: bool) -> None:
-    mesh = {"dp": 1, "fsdp": 1, "ep": 2, "tp": 1} if pieces else {"fsdp": 2}
+@pytest.mark.parametrize(("overrides", "pieces"), [((), False), (MIXTURE, True), (("offload=activations",), True)])
+def test_inductor_runs_the_same_program_in_pieces_where_it_must(pool, overrides: Any, pieces: bool) -> None:
+    """Around control flow, and copies to the host's memory."""
+    mesh = {"dp": 1, "fsdp": 1, "ep": 2, "tp": 1} if overrides == MIXTURE else {"dp": 1, "fsdp": 2, "tp": 1}
     for actual, regions, _ in pool.run(both, "all", *overrides, world=2, mesh=mesh):
         assert max(actual) < 1e-5 and (regions > 1) == pieces
 

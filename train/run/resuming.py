@@ -22,7 +22,7 @@ UNTOLD = (
 )  # fmt: skip
 """Sections in which a change is not recorded: they do not say what a step computes."""
 FREE = (
-    "cluster", "mesh", "sharding", "fsdp", "remat", "compile", "pipeline", "batch.per_device", "loss.chunks",
+    "cluster", "mesh", "sharding", "fsdp", "remat", "offload", "compile", "pipeline", "batch.per_device", "loss.chunks",
     "train.steps", "train.tokens", "data.epochs", "train.on_nonfinite", "train.profile", "data.bad_rows",
     "schedule.decay_steps",
 )  # fmt: skip
