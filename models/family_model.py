@@ -177,10 +177,9 @@ class FamilyModel(ModelSpec):
             elif leaf.kind in ("linear", "experts"):
                 *stack, outputs, inputs = (c.size(dim, leaf) for dim in leaf.dims)
                 head, home = path == "output", homes[path]
-                parameter, part = parameter_of(home)
+                parameter, part = parameter_of(home, outputs)
                 layers.append(Adaptable(path, outputs, inputs, sum(stack), head=head, theirs=home.module,
-                                        fused=home.part is not None, router=leaf.dims[0] == "choice",
-                                        parameter=parameter, part=part))  # fmt: skip
+                                        router=leaf.dims[0] == "choice", parameter=parameter, part=part))  # fmt: skip
         return layers
 
     def folder_names(self) -> dict[str, str]:

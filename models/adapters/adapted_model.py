@@ -45,12 +45,17 @@ class AdaptedModel(BasedModel):
         if self.lora is None:
             return {}
         kept = {self._whole(one.path): one for one in self.base.adaptable()}
-        layers = [replace(one, path=whole, theirs=one.theirs and self._whole(one.path, one.theirs))
+        layers = [replace(one, path=whole, theirs=one.theirs and self._whole(one.path, one.theirs),
+                          parameter=one.parameter and self._whole(one.path, one.parameter))
                   for whole, one in kept.items()]  # fmt: skip
         tied = None if self.base.outline is None else self.base.tied  # a class of transformers has a layer for it
         heads = () if tied is None else ("output", tied[0])
         chosen = self.lora.adapters(layers, self.base.source.name or "the model", heads, self.base.shapes)
-        return {kept[one.layer.path].path: replace(one, layer=kept[one.layer.path]) for one in chosen}
+        return {
+            kept[one.layer.path].path: replace(one, layer=kept[one.layer.path],
+                                               shared=one.shared and kept[one.shared].path)
+            for one in chosen
+        }  # fmt: skip
 
     @cached_property
     def added(self) -> Mapping[str, tuple[int, ...]]:  # type: ignore[override]

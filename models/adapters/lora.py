@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tpshard.diagnostics.diagnostic import suggestion
 from tpshard.diagnostics.patterns import ends, picks
@@ -64,8 +64,6 @@ class Adaptable:
     """Whether its outputs are the logits."""
     theirs: str = ""
     """The module's path in a Hugging Face folder, `{}` in it an expert's number; "": as here."""
-    fused: bool = False
-    """Whether the folder's module also has the outputs of other layers."""
     table: bool = False
     """Whether it is an embedding table, whose inputs are its rows."""
     shares: bool = False
@@ -74,8 +72,14 @@ class Adaptable:
     """Whether it is a router, whose weight is read and which is not called."""
     parameter: str = ""
     """The parameter of transformers' class that its weight is, or is a part of; "": it has no other name there."""
-    part: tuple[int, int] = (0, 1)
-    """Which of how many matrices, whose outputs follow one another in `parameter`, its weight is."""
+    part: tuple[int, int, int, int] | None = None
+    """(groups, rows, start, stop): `parameter` also has the outputs of other layers. Viewed as [groups, rows], rows
+    start:stop of each group are this one's."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether the folder's module also has the outputs of other layers; that of experts has one expert's alone."""
+        return self.part is not None and not self.experts
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,14 +101,21 @@ class Adapter:
     """How many adapters a server holds for the layer at once; 0: there is one."""
     wrapper: str = ""
     """The module in a PEFT folder that adapts the layer's `parameter` as a whole; "": its layer's own."""
+    shared: str = ""
+    """The path of the layer whose `lora_A` is also this one's, since one adapter has the outputs of both; "": it has
+    its own."""
+
+    def name(self, leaf: str) -> str:
+        """The parameter that is its `leaf`."""
+        return f"{self.shared if leaf == A and self.shared else self.layer.path}.{leaf}"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its parameters by leaf."""
+        """The shapes of its own parameters by leaf."""
         one, count = self.layer, self.slots or self.layer.experts
         stack = (count,) if count else ()
-        shapes = {A: (*stack, self.rank, one.inputs), B: (*stack, one.outputs, self.rank)}
-        return shapes | ({MAGNITUDE: (one.outputs,)} if self.dora else {})
+        shapes = {} if self.shared else {A: (*stack, self.rank, one.inputs)}
+        return shapes | {B: (*stack, one.outputs, self.rank)} | ({MAGNITUDE: (one.outputs,)} if self.dora else {})
 
 
 @dataclass(frozen=True)
@@ -114,8 +125,8 @@ class Lora:
     rank: int = 8
     alpha: float = 8.0
     targets: str | tuple[str, ...] = ALL_LINEAR
-    """Ends of the paths of layers, such as `wq` or `mlp.down`, by tpshard's or the folder's names; `all-linear`; or a
-    PEFT folder's one regular expression."""
+    """Ends of the paths of layers, such as `wq` or `mlp.down`, by tpshard's or the folder's names, of experts also by
+    the parameter of transformers' class, `gate_up_proj`; `all-linear`; or a PEFT folder's one regular expression."""
     dropout: float = 0.0
     dora: bool = False
     use_rslora: bool = False
@@ -148,7 +159,7 @@ class Lora:
         errors: list[TrainedError] = []
         if isinstance(self.targets, tuple):
             for i, target in enumerate(self.targets):
-                if not any(self._ends(target, name) for layer in layers for name in self._names(layer)):
+                if not any(self.is_target(target, layer) for layer in layers):
                     if any(self._ends(target, head) for head in heads):
                         errors.append(LoraError(
                             f"`{target}` cannot have an adapter: its weight is the embeddings' too", f"targets.{i}",
@@ -189,14 +200,21 @@ class Lora:
             raise LoraError(message, "targets", why, f"{ALL_LINEAR}, or some of these")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
-                if not any(_pattern(pattern, name) for layer in chosen for name in (*layer.names, layer.parameter)):
+                if not any(
+                    _pattern(pattern, name)
+                    for layer in chosen
+                    for name in self._of_patterns(layer, wrappers.get(layer.path, ""))
+                ):
                     errors.append(LoraError(f"`{pattern}` matches no layer with an adapter", f"{key}.{pattern}",
                                             f"these have one: {', '.join(dict.fromkeys(map(_short, chosen)))}")
                                  )  # fmt: skip
         made: list[Adapter] = []
+        owners: dict[str, str] = {}
         for layer in chosen:
+            wrapper = wrappers.get(layer.path, "")
+            owner = owners.setdefault(wrapper or layer.path, layer.path)
             try:
-                made.append(self._adapter(layer, wrappers.get(layer.path, "")))
+                made.append(replace(self._adapter(layer, wrapper), shared=owner if owner != layer.path else ""))
             except LoraError as error:
                 if all(one.key != error.key for one in errors):  # other layers are as small
                     errors.append(error)
@@ -208,11 +226,16 @@ class Lora:
 
     def _wrappers(self, layers: Sequence[Adaptable]) -> dict[str, str]:
         """For each layer whose parameter is adapted as a whole, the module of PEFT that does so. Those of one module
-        wrap each other, the last parameter of the module outside."""
+        wrap each other, the last parameter of the module outside. Where some experts are adapted so, all are."""
         adapted: dict[str, list[str]] = {}
         of_layer: dict[str, str] = {}
+        experts = not self.of_folder and any(self._as_parameter(layer) for layer in layers)
         for layer in layers:
-            if layer.parameter and any(_ends(end, layer.parameter) for end in self.parameters):
+            whole = layer.fused and self._targets(layer) and (
+                self.of_folder or isinstance(self.targets, str)
+                or any(self._ends(one, layer.theirs) and not self._ends(one, layer.path) for one in self.targets)
+            )  # fmt: skip
+            if whole or self._as_parameter(layer) or (experts and layer.experts and self._targets(layer)):
                 of_layer[layer.path] = layer.parameter
                 inside = adapted.setdefault(layer.parameter.rpartition(".")[0], [])
                 inside += [layer.parameter] if layer.parameter not in inside else []
@@ -220,6 +243,22 @@ class Lora:
             path: module + ".base_layer" * (len(adapted[module]) - 1 - adapted[module].index(parameter))
             for path, parameter in of_layer.items() if (module := parameter.rpartition(".")[0])
         }  # fmt: skip
+
+    def _as_parameter(self, layer: Adaptable) -> bool:
+        """Whether a PEFT folder's `target_parameters` name a layer, or a recipe names experts as these would."""
+        if self.of_folder:
+            return bool(layer.parameter) and any(_ends(end, layer.parameter) for end in self.parameters)
+        return bool(layer.experts) and isinstance(self.targets, tuple) and any(
+            _ends(target, layer.parameter) and not any(self._ends(target, name) for name in layer.names)
+            for target in self.targets
+        )  # fmt: skip
+
+    def _of_patterns(self, layer: Adaptable, wrapper: str) -> tuple[str, ...]:
+        """The names of a layer in `rank_pattern` and `alpha_pattern`: of what one adapter has, as a whole, one name."""
+        if not wrapper:
+            return layer.names
+        whole = layer.theirs if layer.fused and not self._as_parameter(layer) else layer.parameter
+        return (whole,) if self.of_folder or layer.part is not None else (*layer.names, whole)
 
     def _targets(self, layer: Adaptable) -> bool:
         names = self._names(layer)
@@ -243,7 +282,10 @@ class Lora:
 
     def is_target(self, target: str, layer: Adaptable) -> bool:
         """Whether one of the targets, or the only one, is this layer, which has an adapter."""
-        return isinstance(self.targets, str) or any(self._ends(target, name) for name in self._names(layer))
+        return (
+            isinstance(self.targets, str) or any(self._ends(target, name) for name in self._names(layer))
+            or (not self.of_folder and bool(layer.experts) and _ends(target, layer.parameter))
+        )  # fmt: skip
 
     def _ends(self, target: str, path: str) -> bool:
         """Whether a layer's path ends with a target; those of a PEFT folder are no patterns."""
@@ -257,7 +299,7 @@ class Lora:
             raise LoraError(str(error), key, fix="names of layers, or a regular expression of whole paths") from None
 
     def _adapter(self, layer: Adaptable, wrapper: str) -> Adapter:
-        names = (layer.parameter,) if wrapper else layer.names
+        names = self._of_patterns(layer, wrapper)
         rank_key, rank = _of_pattern(self.rank_pattern, names, self.rank)
         _, alpha = _of_pattern(self.alpha_pattern, names, self.alpha)
         if rank > min(layer.inputs, layer.outputs) and not self.of_folder:

@@ -118,18 +118,21 @@ def adapt(model: nn.Module, adapter: Adapter) -> None:
     mixed = kind if not adapter.slots else _TableSlots if layer.table else _Slots
     module.__class__ = _adapted_class(module.__class__, mixed)
     # alike in layers that are alike
-    module.lora = replace(adapter, layer=replace(layer, path="", theirs="", parameter=""), wrapper="")
+    alike = replace(layer, path="", theirs="", parameter="")
+    module.lora = replace(adapter, layer=alike, wrapper="", shared=adapter.shared.rpartition(".")[2])
     module.training = True  # classes of transformers are built without dropout of their own
     for leaf, shape in adapter.shapes.items():
         module.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
+    if adapter.shared:
+        module.register_parameter(A, model.get_submodule(adapter.shared).lora_A)  # one parameter, by its first name
 
 
 def lora_leaves(adapter: Adapter) -> dict[str, tuple[str, ...]]:
-    """For each parameter of an adapter, its dims by the names of the weight's: `out`, `in` and `expert`; a server's
-    `slot`."""
+    """For each parameter of an adapter's own, its dims by the names of the weight's: `out`, `in` and `expert`; a
+    server's `slot`."""
     stack = ("slot",) if adapter.slots else ("expert",) if adapter.layer.experts else ()
-    leaves: dict[str, tuple[str, ...]] = {A: (*stack, "rank", "in"), B: (*stack, "out", "rank")}
-    return leaves | ({MAGNITUDE: ("out",)} if adapter.dora else {})
+    leaves = {A: (*stack, "rank", "in"), B: (*stack, "out", "rank"), MAGNITUDE: ("out",)}
+    return {leaf: leaves[leaf] for leaf in adapter.shapes}
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, adapter: Adapter, magnitude: Tensor | None = None) -> Tensor:

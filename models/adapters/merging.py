@@ -33,7 +33,7 @@ def merged_blocks(spec: AdaptedModel, read: ReadBlock) -> ReadBlock:
         if adapter.dora:  # a row's norm needs the whole row
             first, count, into, intos = into, intos, 0, adapter.layer.inputs
         weight = read(name, [*stack, *turned([out, into])], [*stacks, *turned([outs, intos])])
-        a = read(f"{path}.{A}", [*stack, 0, into], [*stacks, rank, intos])
+        a = read(adapter.name(A), [*stack, 0, into], [*stacks, rank, intos])
         b = read(f"{path}.{B}", [*stack, out, 0], [*stacks, outs, rank])
         magnitude = read(f"{path}.{MAGNITUDE}", [out], [outs]) if adapter.dora else None
         value = merged(weight, a, b, adapter, magnitude)

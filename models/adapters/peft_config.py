@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tpshard.files.folder_json import read_json
-from tpshard.models.adapters.lora import Adapter, Lora
+from tpshard.models.adapters.lora import Adaptable, Adapter, Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -114,36 +114,67 @@ def lora_of(raw: Mapping[str, Any]) -> Lora:
     )  # fmt: skip
 
 
-def config_of(lora: Lora, adapters: Sequence[Adapter], every: Sequence[str], saved: Sequence[str],
+def config_of(lora: Lora, adapters: Sequence[Adapter], every: Sequence[Adaptable], saved: Sequence[str],
               base: str) -> dict[str, Any]:  # fmt: skip
-    """adapter_config.json of adapters. every: the folder's paths of all layers that could have one. saved: the folder's
-    paths of the modules that are trained in full. ValueError for adapters that the format has no place for."""
-    if fused := next((one.layer for one in adapters if one.layer.fused), None):
-        raise ValueError(f"`{fused.path}` is a part of the folder's `{fused.theirs}`, which PEFT adapts as a whole")
-    chosen = [(one.layer.theirs or one.layer.path).replace(".{}.", ".0.") for one in adapters]
-    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
-    short = {name for name in every if name.replace(".{}.", ".0.").rpartition(".")[2] in ends}
-    stacked = any(one.layer.experts for one in adapters)
-    exact = {name.replace(".{}.", ".0.") for name in short} == set(chosen)
-    if stacked and not exact:
+    """adapter_config.json of adapters. every: all layers that could have one. saved: the folder's paths of the modules
+    that are trained in full. ValueError for adapters that the format has no place for."""
+    if fused := next((one.layer for one in adapters if one.layer.fused and not one.wrapper), None):
+        raise ValueError(
+            f"`{fused.path}` is a part of the folder's `{fused.theirs}`, which PEFT adapts as a whole: name that"
+        )
+    by_module = [one for one in adapters if not _of_parameter(one)]
+    by_parameter = list(dict.fromkeys(one.layer.parameter for one in adapters if _of_parameter(one)))
+    chosen = list(dict.fromkeys(map(_module, (one.layer for one in by_module))))
+    names, exact = _shortened(chosen, map(_module, every), 1)
+    parameters, _ = _shortened(by_parameter, (one.parameter for one in every), 2)
+    if any(one.layer.experts for one in by_module) and not exact:
         raise ValueError("adapters of some experts' matrices cannot be told from those of others by their names")
-    whole = lora.alpha
-    ranks = {path: one.rank for path, one in zip(chosen, adapters) if one.rank != lora.rank}
-    alphas = {path: one.scaling * (one.rank**0.5 if lora.use_rslora else one.rank)
-              for path, one in zip(chosen, adapters)}  # fmt: skip
-    alphas = {path: alpha for path, alpha in alphas.items() if abs(alpha - whole) > 1e-9 * whole}
-    if other := next((one.layer.path for path, one in zip(chosen, adapters)
-                      if one.layer.experts and (path in ranks or path in alphas)), None):  # fmt: skip
+    whole = _plain(lora.alpha)
+    paths = [one.layer.parameter if _of_parameter(one) else _module(one.layer) for one in adapters]
+    ranks = {path: one.rank for path, one in zip(paths, adapters)}
+    alphas = {path: _plain(one.scaling * (one.rank**0.5 if lora.use_rslora else one.rank))
+              for path, one in zip(paths, adapters)}  # fmt: skip
+    own = ((path, one.layer) for path, one in zip(paths, adapters) if one.layer.experts and not one.wrapper)
+    if other := next((one.path for path, one in own if (ranks[path], alphas[path]) != (lora.rank, whole)), None):
         raise ValueError(f"the experts `{other}` have a rank or an alpha of their own, which PEFT does not read")
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": lora.rank, "lora_alpha": _plain(whole), "lora_dropout": lora.dropout, "bias": "none",
-        "target_modules": ends if exact else chosen, "exclude_modules": None,
+        "r": lora.rank, "lora_alpha": whole, "lora_dropout": lora.dropout, "bias": "none",
+        "target_modules": names, "target_parameters": parameters or None, "exclude_modules": None,
         "fan_in_fan_out": any(one.layer.turned and not one.layer.table for one in adapters),
-        "use_rslora": lora.use_rslora, "use_dora": lora.dora, "rank_pattern": ranks, "init_lora_weights": True,
-        "alpha_pattern": {path: _plain(alpha) for path, alpha in alphas.items()},
+        "use_rslora": lora.use_rslora, "use_dora": lora.dora, "init_lora_weights": True,
+        "rank_pattern": _patterns(ranks, lora.rank), "alpha_pattern": _patterns(alphas, whole),
         "modules_to_save": list(saved) or None, "layers_to_transform": None, "layers_pattern": None,
     }  # fmt: skip
+
+
+def _of_parameter(adapter: Adapter) -> bool:
+    """Whether PEFT names what is adapted in `target_parameters`."""
+    return bool(adapter.wrapper) and not adapter.layer.fused
+
+
+def _module(layer: Adaptable) -> str:
+    """A layer's path in the folder; of stacked experts that of the first."""
+    return (layer.theirs or layer.path).replace(".{}.", ".0.")
+
+
+def _shortened(chosen: Sequence[str], every: Iterable[str], parts: int) -> tuple[list[str], bool]:
+    """The last parts of names, and whether they pick these of all alone; otherwise the whole names."""
+    short = {name: ".".join(name.split(".")[-parts:]) for name in (*chosen, *every)}
+    ends = list(dict.fromkeys(short[name] for name in chosen))
+    exact = {name for name, end in short.items() if end in ends} == set(chosen)
+    return (ends if exact else list(chosen)), exact
+
+
+def _patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
+    """The values that are not the default by a name's last two parts, or the whole name where others of that end have
+    another value."""
+    patterns: dict[str, float] = {}
+    for path, value in values.items():
+        end = ".".join(path.split(".")[-2:])
+        alike = all(other == value for name, other in values.items() if name == end or name.endswith(f".{end}"))
+        patterns |= {end if alike else path: value} if value != default else {}
+    return patterns
 
 
 def _plain(value: float) -> float | int:

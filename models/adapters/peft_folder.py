@@ -16,9 +16,10 @@ from tpshard.files.atomic import write_aside
 from tpshard.files.tensor_file import write_tensors
 from tpshard.models.adapters import peft_config
 from tpshard.models.adapters.adapted_model import AdaptedModel
-from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter
+from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B
 from tpshard.models.folders.folder_files import copy_small_files
 from tpshard.models.folders.hf_headers import entries
+from tpshard.models.folders.hf_names import Home, fuse
 from tpshard.models.model_spec import ModelSpec
 
 PREFIX = "base_model.model."
@@ -124,9 +125,10 @@ class PeftFolder:
     def read(self, name: str) -> Tensor:
         """A whole parameter of the adapters, or one that was trained beside them."""
         names = self.places[name][0]
-        adapter = self.spec.adapters.get(name.rpartition(".")[0])
+        path, _, leaf = name.rpartition(".")
+        adapter = self.spec.adapters.get(path)
         if adapter is not None and adapter.wrapper:
-            return _of_wrapper(adapter, name, self._tensor(names[0]))
+            return _own_part(adapter, leaf, self._tensor(names[0]))
         return torch.stack([*map(self._tensor, names)]) if _stacked(self.spec, name) else self._tensor(names[0])
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -140,12 +142,14 @@ def places(spec: AdaptedModel) -> Iterator[tuple[str, tuple[list[str], tuple[int
     for path, adapter in spec.adapters.items():
         module = adapter.layer.theirs or path
         for leaf, shape in adapter.shapes.items():
-            if adapter.wrapper:
-                rank = adapter.rank * (adapter.layer.experts or 1)
-                whole = (rank, shape[-1]) if leaf == A else (shape[-2] * adapter.layer.part[1], rank)
-                yield f"{path}.{leaf}", ([f"{adapter.wrapper}.{leaf}.weight"], whole)
-                continue
+            module = adapter.wrapper or module
             name = f"{module}.{VECTOR}" if leaf == MAGNITUDE else f"{module}.{leaf}.weight"
+            if adapter.wrapper:
+                groups, rows, *_ = adapter.layer.part or (1, adapter.layer.outputs)
+                rank = adapter.rank * (adapter.layer.experts or 1)
+                whole = {A: (rank, shape[-1]), B: (groups * rows, rank), MAGNITUDE: (groups * rows,)}
+                yield f"{path}.{leaf}", ([name], whole[leaf])
+                continue
             if adapter.layer.table:
                 name = f"{module}.{leaf.replace('lora_', 'lora_embedding_')}"
             if experts := adapter.layer.experts:
@@ -175,22 +179,24 @@ def write_peft(spec: AdaptedModel, read: Callable[[str], Tensor], folder: Path, 
     tokenizer goes along.
     """
     assert spec.lora is not None
-    if spec.lora.parameters:
-        raise ValueError("`target_parameters` are read and merged (`--merge`), and not written again")
     if spec.base.reads_code:
         raise ValueError("PEFT's folders are for classes of transformers; this is a module of your own")
     adapters = list(spec.adapters.values())
-    every = [one.theirs or one.path for one in spec.adaptable()]
     theirs = spec.base.folder_names()
     saved = list(dict.fromkeys(theirs.get(n.rpartition(".")[0], n.rpartition(".")[0]) for n in spec.saved))
-    config = peft_config.config_of(spec.lora, adapters, every, saved, base)
+    config = peft_config.config_of(spec.lora, adapters, spec.adaptable(), saved, base)
     if spec.saved_head is not None:  # versions that do not know the field read both
         config |= {"ensure_weight_tying": True, "modules_to_save": [*saved, spec.saved_head]}
     tensors: dict[str, Tensor] = {}
+    parts: dict[str, list[tuple[Adapter, Tensor]]] = {}
     for name, (names, _) in places(spec):
-        value = read(name)
-        parts = list(value) if _stacked(spec, name) else [value] * len(names)
-        tensors |= {PREFIX + one: part.contiguous().clone() for one, part in zip(names, parts)}
+        value, adapter = read(name), spec.adapters.get(name.rpartition(".")[0])
+        if adapter is not None and adapter.wrapper:
+            parts.setdefault(names[0], []).append((adapter, value))
+            continue
+        each = list(value) if _stacked(spec, name) else [value] * len(names)
+        tensors |= {PREFIX + one: part.contiguous().clone() for one, part in zip(names, each)}
+    tensors |= {PREFIX + one: _joined(one, each).contiguous().clone() for one, each in parts.items()}
     with write_aside(folder, overwrite=overwrite) as aside:
         write_tensors(aside / peft_config.WEIGHTS, tensors)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -199,17 +205,26 @@ def write_peft(spec: AdaptedModel, read: Callable[[str], Tensor], folder: Path, 
             copy_small_files(aside, tokenizer, None)
 
 
-def _of_wrapper(adapter: Adapter, name: str, stored: Tensor) -> Tensor:
-    """A factor of a layer from that of the parameter that its weight is a part of, as PEFT flattens both: A
-    [expert * rank, inputs], and B [outputs, rank * expert]."""
-    layer = adapter.layer
-    count = layer.experts or 1
-    if name.endswith(A):
-        whole = stored.reshape(count, adapter.rank, -1)
-    else:
-        whole = stored.reshape(-1, adapter.rank, count).permute(2, 0, 1)
-        whole = whole.narrow(1, layer.part[0] * layer.outputs, layer.outputs)
-    return whole.contiguous() if layer.experts else whole[0]
+def _own_part(adapter: Adapter, leaf: str, whole: Tensor) -> Tensor:
+    """A layer's `leaf` from that of the parameter that its weight is a part of, as PEFT flattens it: A
+    [expert * rank, inputs], B [outputs, rank * expert], and DoRA's [outputs]."""
+    count = adapter.layer.experts
+    if leaf == A:
+        return whole.unflatten(0, (count, -1)) if count else whole
+    own = Home("", adapter.layer.part).take(whole)
+    return own.unflatten(1, (-1, count)).permute(2, 0, 1).contiguous() if count else own
+
+
+def _joined(name: str, parts: Sequence[tuple[Adapter, Tensor]]) -> Tensor:
+    """The tensor of which `_own_part` gives each layer its part. name: its own in the folder."""
+    parts = sorted(parts, key=lambda one: (one[0].layer.part or (0, 0, 0))[2])
+    if name.endswith(f".{A}.weight"):
+        (adapter, value), *_ = parts
+        return value.flatten(0, 1) if adapter.layer.experts else value
+    return fuse([
+        (value.permute(1, 2, 0).flatten(1) if one.layer.experts else value, Home("", one.layer.part))
+        for one, value in parts
+    ])  # fmt: skip
 
 
 def _stacked(spec: AdaptedModel, name: str) -> bool:

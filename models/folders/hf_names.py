@@ -75,14 +75,16 @@ _PARTS = {"gate_proj": ("gate_up_proj", (0, 2)), "w1": ("gate_up_proj", (0, 2)),
 many matrices of an expert it is there."""
 
 
-def parameter_of(home: Home) -> tuple[str, tuple[int, int]]:
-    """The path of a weight in transformers' class, and its part of that parameter."""
+def parameter_of(home: Home, outputs: int) -> tuple[str, tuple[int, int, int, int] | None]:
+    """The path of a weight with so many outputs in transformers' class, and its part of that parameter, as in `Home`;
+    None: all of it."""
     module = home.module.replace(".block_sparse_moe.", ".mlp.")  # as folders of Mixtral are, and its class was, named
     if not home.stack:
-        return f"{module}.weight", (0, 1)
+        return f"{module}.weight", home.part
     experts, _, matrix = module.partition(".{}.")
-    leaf, part = _PARTS[matrix]
-    return f"{experts}.{leaf}", part
+    leaf, (number, count) = _PARTS[matrix]
+    part = (1, count * outputs, number * outputs, (number + 1) * outputs)
+    return f"{experts}.{leaf}", part if count > 1 else None
 
 
 def hf_tensors(c: ModelConfig, parameters: Iterable[str]) -> dict[str, list[tuple[str, Home]]]:

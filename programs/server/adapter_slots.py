@@ -100,7 +100,7 @@ def slot_values(opened: PeftFolder) -> dict[str, Tensor]:
     ValueError for NaN."""
     values: dict[str, Tensor] = {}
     for path, one in opened.spec.adapters.items():
-        values[f"{path}.{A}"] = opened.read(f"{path}.{A}").float()
+        values[f"{path}.{A}"] = opened.read(one.name(A)).float()
         values[f"{path}.{B}"] = opened.read(f"{path}.{B}").float() * one.scaling
     if wrong := next((name for name, value in values.items() if holds_nan(value)), None):
         raise ValueError(f"{opened.folder}: `{wrong}` holds values that are not numbers (NaN)")

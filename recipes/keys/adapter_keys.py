@@ -21,7 +21,8 @@ class LoraSection(Section):
     """The scaling is alpha / rank."""
     targets: Annotated[tuple[str, ...], ALONE] = ("all-linear",)
     """The layers with an adapter, by a pattern for the end of their path: wq, mlp.*, or by a folder's names "*_proj";
-    all-linear is every linear layer but the head, and no experts, routers or embeddings."""
+    all-linear is every linear layer but the head, and no experts, routers or embeddings. Of experts also a parameter of
+    transformers' class: in gate_up_proj gate and up share lora_A."""
     dropout: Annotated[float, limits(least=0, below=1)] = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     dora: bool = False

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tpshard.cli.shared.adapted_sources import whole_blocks
+from tpshard.files.folder_json import FolderError
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.lora import Lora, LoraError
 from tpshard.models.adapters.merging import merged_blocks
@@ -20,6 +21,7 @@ from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
 from tpshard.models.initialization import fill
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import open_model
+from tpshard.programs.fit.recipe_model import adapted
 from tpshard.recipes.reading.load import loads
 from tpshard.train.run.initial_values import values_of
 
@@ -225,9 +227,34 @@ def test_adapters_of_parameters_are_those_of_peft(name: str, settings: dict[str,
         filled = fill(spec.build(), lambda n, a, b, dtype, read=read: read(n, a, b).to(dtype), "cpu").eval()
         with torch.no_grad():
             assert torch.allclose(filled(tokens), expected, rtol=1e-4, atol=2e-5)
-    if adapters.spec.lora is not None and adapters.spec.lora.parameters:
-        with pytest.raises(ValueError, match="not written again"):
-            write_peft(adapters.spec, adapters.read, tmp_path / "again", base=str(place))
+    write_peft(adapters.spec, adapters.read, tmp_path / "again", base=str(place))
+    first, second = (load_file(one / "adapter_model.safetensors") for one in (folder, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    again = peft.PeftModel.from_pretrained(architectures.own(name).from_pretrained(place), tmp_path / "again")
+    with torch.no_grad():
+        assert torch.allclose(again.eval()(tokens).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("mixtral", {"target_modules": "all-linear", "r": 4}),
+    ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "o_proj.weight"]}),
+    ("llama", {"target_modules": r".*\.(q|v)_proj", "exclude_modules": r".*layers\.0\..*v_proj", "use_rslora": True}),
+    ("llama", {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1], "lora_dropout": 0.1,
+               "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"o_proj": 3}, "modules_to_save": ["lm_head"]}),
+    ("llama", {"target_modules": ["down_proj"], "use_dora": True}),
+])  # fmt: skip
+def test_the_fix_of_other_adapters_in_a_folder_is_a_recipe_that_begins_from_it(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    place = architectures.folder(tmp_path / "base", name, weights=True)
+    config = peft.LoraConfig(**{"r": 2, "lora_alpha": 6, **settings})
+    peft.get_peft_model(architectures.own(name).from_pretrained(place), config).save_pretrained(tmp_path / "peft")
+    with pytest.raises(FolderError) as refused:
+        values_of(tmp_path / "peft", AdaptedModel(open_model(place), Lora(1, 1.0, ("k_proj",))))
+    said = refused.value.fix.removeprefix("adapters.lora as there: ")
+    recipe = loads(f"model: {{hf: {place}}}\nadapters: {{lora: {said}}}\n")
+    assert values_of(tmp_path / "peft", adapted(open_model(place), recipe)), said
 
 
 def test_a_weight_that_peft_saves_too_is_the_bases_own_also_rounded(tmp_path: Path) -> None:

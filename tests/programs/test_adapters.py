@@ -21,7 +21,7 @@ from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
-STEPS, LR = 3, 1e-2
+STEPS, LR = 5, 1e-2
 LORA = "adapters={lora: {rank: 4, alpha: 8}}"
 
 
@@ -111,7 +111,36 @@ MESHES = [
     ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, wo, experts.down]",)), ("olmo2", "{tp: 2}", ()),
     ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4")),
     ("llama", "{pp: 2}", ("pipeline={form: vectorized, schedule: gpipe}", "batch.per_device=4")),
+    ("mixtral", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4",
+                            "adapters.lora.targets=[gate_up_proj]")),
 ]  # fmt: skip
+
+
+FUSED = [
+    ("mixtral", "targets=[gate_up_proj, down_proj, wq]"),
+    ("qwen3_moe", "targets=[experts.gate_up_proj, router]"),
+    ("gpt_bigcode", "targets=[c_attn, c_fc]"), ("gpt_bigcode", "dora=true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "lora"), FUSED)
+def test_what_one_matrix_holds_shares_one_factor_as_by_peft(
+    name: str, lora: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on meshes, where gate and up of all experts, or queries, keys and values, add to the gradient of one A."""
+    own = {"architectures": ["GPTBigCodeForCausalLM"], "n_positions": 64, "multi_query": False, "n_layer": 2,
+           "vocab_size": architectures.VOCAB, "n_embd": 32, "n_head": 4, "n_inner": 48, "bos_token_id": 1,
+           "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+    monkeypatch.setitem(architectures.CONFIGS, "gpt_bigcode", own)
+    base = architectures.folder(tmp_path / "base", name, weights=True, router_aux_loss_coef=0.0)
+    lora = f"adapters.lora.{lora}"
+    theirs, expected = by_peft(adapted(base, "{}", lora), tmp_path / "peft", base)
+    for mesh in ("{}", "{fsdp: 2}", "{ep: 2}" if "moe" in name or name == "mixtral" else "{tp: 2}", "{fsdp: 2, tp: 2}"):
+        losses, weights = trained(adapted(base, mesh, lora))
+        assert losses == pytest.approx(theirs, rel=1e-6), mesh
+        apart = {path: distance(weights[path], value) for path, value in expected.items()}
+        assert max(apart.values()) < 1e-5, (mesh, apart)
+    assert any(one.shared for one in adapted(base, "{}", lora).spec.adapters.values())
 
 
 @pytest.mark.parametrize(("name", "mesh", "overrides"), MESHES)
@@ -136,7 +165,7 @@ def quantized(
 
 PACKED = [
     ("llama", "{fsdp: 2, tp: 2}", ("adapters.lora.dora=true",), 4, True), ("olmo2", "{tp: 2}", (), 8, True),
-    ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, experts.down]",), 3, True),
+    ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, gate_up_proj, experts.down]",), 3, True),
     ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4"), 2, True),
     ("llama", "{pp: 2}", ("pipeline={form: vectorized, schedule: gpipe}", "batch.per_device=4"), 4, False),
     ("llama", "{fsdp: 2, tp: 2}", (), 2, False),

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.folder_json import FolderError
 from tpshard.models.adapters.adapted_model import AdaptedModel
+from tpshard.models.adapters.lora import Adapter, Lora
+from tpshard.models.adapters.peft_config import config_of
 from tpshard.models.adapters.peft_folder import PeftFolder, is_peft
 from tpshard.models.folders.new_tokens import widened
 from tpshard.models.model_spec import ModelSpec
@@ -140,8 +143,8 @@ def _of_adapters(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
     theirs = PeftFolder.of(place, spec.base)
     for path in dict.fromkeys((*spec.adapters, *theirs.spec.adapters)):
         own, other = spec.adapters.get(path), theirs.spec.adapters.get(path)
-        if own is None or other is None or (own.rank, own.scaling, own.dora) != (other.rank, other.scaling, other.dora):
-            shown = [None if one is None else f"rank {one.rank}, scaling {one.scaling:g}" for one in (other, own)]
+        if own is None or other is None or _form(own) != _form(other):
+            shown = [None if one is None else _shown(one) for one in (other, own)]
             message = f"`{path}` has {shown[0] or 'no adapter'} there and {shown[1] or 'none'} here"
             raise FolderError(message, _as_there(theirs))
     if set(theirs.spec.saved) != set(spec.saved):
@@ -150,14 +153,43 @@ def _of_adapters(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
     return dict.fromkeys(theirs.places, theirs.block)
 
 
+def _form(one: Adapter) -> tuple[int, float, bool, str]:
+    """What of an adapter must be the same for its values to mean the same."""
+    return one.rank, round(one.scaling, 9), one.dora, one.shared
+
+
+def _shown(one: Adapter) -> str:
+    more = ", dora" * one.dora + f", the lora_A of {one.shared}" * bool(one.shared)
+    return f"rank {one.rank}, scaling {one.scaling:g}{more}"
+
+
 def _as_there(theirs: PeftFolder) -> str:
-    """The fix of adapters that are not those of a folder."""
-    lora = theirs.spec.lora
+    """The fix of adapters that are not those of a folder: what a recipe says to have them, if it can."""
+    spec, lora = theirs.spec, theirs.spec.lora
     assert lora is not None
-    targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
-    lists = {"targets": targets, "modules_to_save": lora.modules_to_save}
-    named = "".join(f", {key}: [{', '.join(names)}]" for key, names in lists.items() if names)
-    return f"adapters.lora as there: {{rank: {lora.rank}, alpha: {lora.alpha:g}{named}}}"
+    with contextlib.suppress(ValueError):
+        raw = config_of(lora, [*spec.adapters.values()], spec.adaptable(), (), "")
+        named = {key: {name.removesuffix(".weight"): value for name, value in raw[key].items()}
+                 for key in ("rank_pattern", "alpha_pattern")}  # fmt: skip
+        targets = (*raw["target_modules"], *(raw["target_parameters"] or ()))
+        own = Lora(
+            lora.rank, lora.alpha, tuple(dict.fromkeys(name.removesuffix(".weight") for name in targets)), lora.dropout,
+            lora.dora, lora.use_rslora, named["rank_pattern"], named["alpha_pattern"], lora.modules_to_save,
+        )  # fmt: skip
+        here = AdaptedModel(spec.base, own)
+        forms = [{path: _form(one) for path, one in each.adapters.items()} for each in (here, spec)]
+        if forms[0] == forms[1] and set(here.saved) == set(spec.saved):
+            return f"adapters.lora as there: {_flow({key: v for key, v in asdict(own).items() if v})}"
+    return "`tpshard convert FOLDER OUT --merge` writes the whole model, from which a run can begin"
+
+
+def _flow(value: object) -> str:
+    """A value as a recipe has it in a line."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_flow(one)}' for key, one in value.items())}}}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _of_checkpoint(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
