@@ -1,4 +1,4 @@
-"""A pass that merges a matrix product and the addition of its result to a sum into one operation (`addmm`)."""
+"""A pass that merges a matrix product, or the joining of parts, and the addition to a sum into one operation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from tpshard.kernels.add_parts import add_parts
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.resharding.new_nodes import call
 
@@ -25,7 +26,8 @@ def accumulate(program: Program) -> Program:
     along a sum of `LONG` products or more, as a head's gradient from the chunks of a loss is.
 
     The gradient of one micro-batch is then not written to memory before it is added; and the products of a long sum are
-    not all held for the one kernel that a compiler makes of its additions.
+    not all held for the one kernel that a compiler makes of its additions. Parts of a gradient, such as experts' gates
+    and ups in one parameter, are added each in its place, and not joined.
     """
     graph = program.graph
     feeds = [node for node in graph.nodes if node.op == "placeholder"]
@@ -34,6 +36,7 @@ def accumulate(program: Program) -> Program:
     for output, source in program.donated.items():
         if isinstance(added := ends[output], fx.Node):
             _merge(graph, added, feeds[source], early=True)
+            _merge_parts(graph, added, feeds[source])
     sums = [node for node in graph.nodes if node.target is aten.add.Tensor and _depth(node) >= LONG]
     inner = {total for added in sums if (total := _total(added))}
     for end in [added for added in sums if added not in inner]:
@@ -61,6 +64,31 @@ def _merge(graph: fx.Graph, added: fx.Node, total: fx.Node, early: bool = False)
     added.replace_all_uses_with(fused)
     graph.erase_node(added)
     graph.erase_node(product)
+
+
+def _merge_parts(graph: fx.Graph, added: fx.Node, total: fx.Node) -> None:
+    """Replaces a concatenation, its cast if any, and its addition to `total` by one operation, if they are such."""
+    if added.target is not aten.add.Tensor or added.kwargs or list(total.users) != [added]:
+        return
+    gone = [added]
+    while len(gone) < 4:
+        value = next((n for n in gone[-1].all_input_nodes if n is not total), None)
+        if value is None or list(value.users) != [gone[-1]]:
+            return
+        gone.append(value)
+        if value.target is aten.cat.default:
+            break
+        if value.target is not aten._to_copy.default:
+            return
+    if gone[-1].target is not aten.cat.default or info(gone[1]).specs != info(total).specs:
+        return
+    parts, dim = gone[-1].args[0], gone[-1].args[1] if len(gone[-1].args) > 1 else 0
+    with graph.inserting_before(added):
+        fused = call(graph, add_parts, (total, parts, dim))
+        fused.meta[INFO] = info(added)
+    added.replace_all_uses_with(fused)
+    for node in gone:
+        graph.erase_node(node)
 
 
 def _total(added: fx.Node) -> fx.Node | None:

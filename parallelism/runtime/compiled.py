@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
+from tpshard.kernels.add_parts import add_parts, add_parts_formula
 from tpshard.kernels.fake_mode import fake_mode
 from tpshard.kernels.optimizer_steps import FORMULAS
 from tpshard.parallelism.draws import RANDOM, random
@@ -80,7 +81,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     def flat(*tensors: Tensor) -> list[Tensor]:
         return list(module(*tensors))
 
-    table = select_decomp_table() | FORMULAS | {RANDOM: random}
+    table = select_decomp_table() | FORMULAS | {RANDOM: random, add_parts: add_parts_formula}
     with torch.no_grad():
         traced = make_fx(flat, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")

@@ -11,12 +11,14 @@ import pytest
 import torch
 from small_model import of_small_model
 from torch import Tensor
+from tpshard.kernels.add_parts import add_parts_formula
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.node_info import shape_of
 from tpshard.parallelism.passes.accumulate import accumulate
 from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.program import Program, info
+from tpshard.parallelism.runtime.execute import localize
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
@@ -134,3 +136,23 @@ def test_gradients_are_summed_in_their_products_unless_they_are_reduced_before(m
     ]  # fmt: skip
     for expected, actual in zip(before.simulate(*inputs), after.simulate(*inputs), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_gradient_are_added_each_in_its_place() -> None:
+    """As those of experts' gates and ups, which one parameter holds: they are not joined, and the sum stays where it
+    is. A sum that others read, or that is not overwritten, is left alone."""
+
+    def joined(total: Tensor, *parts: Tensor) -> Tensor:
+        return total + torch.cat([part.sin() for part in parts], 1).to(total.dtype)
+
+    parts = [torch.randn(8, n).bfloat16() for n in (3, 5)]
+    assert "tpshard.add_parts.default" in checked(accumulate, joined, SUM, *parts, donated={0: 0})
+    assert "aten.cat.default" in checked(accumulate, joined, SUM, *parts)
+    read_again = checked(accumulate, lambda s, *p: (joined(s, *p), s.cos()), SUM, *parts, donated={0: 0})
+    assert "aten.cat.default" in read_again
+    program = run([accumulate], replace(partition(joined, (SUM, *parts), MESH), donated={0: 0}))
+    total = SUM.clone()
+    module = localize(program, 0, torch.device("cpu"), lambda started, node: started, exchange=False)
+    (result,) = module(total, *parts)
+    assert result.data_ptr() == total.data_ptr() and torch.equal(total, joined(SUM, *parts))
+    assert torch.equal(add_parts_formula(SUM, [part.sin() for part in parts], 1), total)
