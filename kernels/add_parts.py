@@ -33,7 +33,7 @@ def _add(total: Tensor, parts: Sequence[Tensor], dim: int) -> Tensor:
     return total
 
 
-operation("add_parts_(Tensor(a!) total, Tensor[] parts, int dim) -> Tensor(a!)", _add)
+operation("add_parts_(Tensor(a!) total, Tensor[] parts, int dim) -> Tensor(a!)", _add, lambda total, parts, dim: total)
 add_parts = operation(
     "add_parts(Tensor total, Tensor[] parts, int dim) -> Tensor",
     lambda total, parts, dim: _add(total.clone(), parts, dim),
