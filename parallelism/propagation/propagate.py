@@ -200,18 +200,22 @@ class _Propagation:
         for f, part in parts(self.state[read].dims, self.state[read].open, before, sizes).items():
             now, axes = self.state[value], part.axes or part.overflow
             dim = next((d for d, members in enumerate(after) if f in members), None)
-            if not axes or dim is None or now.dims[dim] or not now.open[dim]:
+            if not axes or dim is None or not now.open[dim]:
                 continue
-            first = after[dim][0]
-            merged = refilled(after[dim], {f: axes}, sizes) if first != f else axes
-            new = merged or (axes if size_of(axes) <= sizes[first] else ())
-            taken = any(overlap(axis, (*now.axes, *now.barred)) for axis in new)
-            if not new or taken or size_of(new) > value.shape[dim]:
+            first, old = after[dim][0], now.dims[dim]
+            if first != f:
+                new = refilled(after[dim], {first: old, f: axes}, sizes)
+                new = new if old or new else axes if size_of(axes) <= sizes[first] else ()
+            else:
+                new = () if old else axes
+            more = remainder(new, old) if starts_with(new, old) else ()
+            taken = any(overlap(axis, (*now.axes, *now.barred)) for axis in more)
+            if not more or taken or size_of(new) > value.shape[dim]:
                 continue
             self._set(value, now.with_dim(dim, new))
             source = next(d for d, members in enumerate(before) if f in members)
             cause = Cause(through(edge.op), read, source)
-            self.causes.setdefault((value, dim), []).extend((axis, cause) for axis in new)
+            self.causes.setdefault((value, dim), []).extend((axis, cause) for axis in more)
             found = True
         return found
 
