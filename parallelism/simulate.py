@@ -170,12 +170,12 @@ def _collective(op: Any, group_args: list[Any]) -> list[torch.Tensor]:
 
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add, "max": torch.maximum, "min": torch.minimum
+    "sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum
 }  # fmt: skip
 
 
 def combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
-    """Reduces tensors (`how`: sum, max or min) in their order, so that every rank gets the same bits."""
+    """Reduces tensors (`how`: sum, product, max or min) in their order, so that every rank gets the same bits."""
     return reduce(_REDUCTIONS[how], tensors)
 
 

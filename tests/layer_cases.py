@@ -75,7 +75,9 @@ def _pools(rank: int) -> dict[str, list[Case]]:
         cases["upsample_bicubic2d"] = [both(lambda x: F.interpolate(x, size=[5, 3], mode="bicubic"), x)]
     result = {f"aten.{name} aten.{name}_backward": each for name, each in cases.items()}
     if rank > 1:
-        result[f"aten.max_unpool{rank}d"] = [of(lambda x: unpool(*pool(x, 2, return_indices=True), 2), x)]
+        result[f"aten.max_unpool{rank}d"] = [
+            of(lambda x: unpool(pool(x, 2), pool(x, 2, return_indices=True)[1].clone(), 2), x)  # windows unknown
+        ]
     return result
 
 
@@ -226,6 +228,9 @@ LAYERS: dict[str, list[Case]] = {
     "aten._linalg_det": [both(lambda x: torch.linalg.det(_square(x)), f(4, 2, 3))],
     "aten._linalg_slogdet": [both(lambda x: torch.linalg.slogdet(_square(x)), f(4, 2, 3))],
     "aten.linalg_pinv.atol_rtol_tensor": [of(lambda x: torch.linalg.pinv(x), f(4, 3, 2))],
+    "aten._euclidean_dist": [
+        both(lambda x, y: torch.cdist(x, y, compute_mode="use_mm_for_euclid_dist"), f(4, 6, 3), f(4, 8, 3))
+    ],
     "aten._cdist_forward aten._cdist_backward": [both(lambda x, y: torch.cdist(x, y, p=1.0), f(4, 6, 3), f(4, 8, 3))],
     "aten.linalg_matrix_exp": [both(lambda x: torch.linalg.matrix_exp(x), f(4, 2, 2))],
 }  # fmt: skip

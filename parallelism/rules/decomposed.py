@@ -31,5 +31,6 @@ OPS: Table = {
     aten.stack: Entry(recorded=by.stack),
     aten.slice_backward: Entry(recorded=by.slice_backward),
     aten.select_backward: Entry(recorded=by.select_backward),
+    aten._euclidean_dist: Entry(recorded=by.euclidean_distance),
     aten.addbmm: Entry(recorded=by.addbmm),
 }

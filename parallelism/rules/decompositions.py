@@ -191,6 +191,13 @@ def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate:
     return torch.where(mask, x + value if accumulate else value, x)
 
 
+def euclidean_distance(x: Tensor, y: Tensor) -> Tensor:
+    """Computes _euclidean_dist by one product and two sums, and not with their columns put together beside it."""
+    squares = [(points * points).sum(-1) for points in (x, y)]
+    products = x.matmul(y.mT)
+    return (squares[0].unsqueeze(-1) + squares[1].unsqueeze(-2) - 2 * products).clamp(min=0).sqrt()
+
+
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     """Computes a roll over all elements, of no dim, as one of a single dim."""
     return NotImplemented if dims or x.dim() < 2 else x.reshape(-1).roll(shifts, [0]).reshape(x.shape)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import letters
-from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 from tpshard.parallelism.rules.shape import whole
 
 aten = torch.ops.aten
@@ -162,7 +162,7 @@ def _dims_along(factors: Factors, op: Op, dim: int, v: int, kind: Kind) -> tuple
     return tuple(source), tuple(picked)
 
 
-PARTIAL = {"amax": "max", "amin": "min", "prod": "prod"}
+PARTIAL = {"amax": "max", "amin": "min", "prod": "product"}
 """How partial results of scatter_reduce over a sharded source are combined."""
 
 
@@ -193,18 +193,15 @@ def indexed_write(op: Op, kind: Kind, how: str = "sum") -> Rule:
         return whole(op, range(x.rank), additive=())
     dim = op.args[1] % x.rank
     adds = "scatter_add" in op.target.overloadpacket.__name__
-    factors, multiplies = Factors(), how == "prod"  # no collective multiplies: products are gathered
+    factors, multiplies = Factors(), how == "product"
     v = factors.new(x.shape[dim])
-    target, of_source = _dims_along(factors, op, dim, v, Kind.PASS if multiplies else kind)
+    target, of_source = _dims_along(factors, op, dim, v, kind)
 
     def local(at: LocalOp) -> Any:
         parts = [f for f in of_source[dim] if at.axes(f)]
         for f in parts if adds or multiplies else ():  # x itself counts once
             at.inputs[0] = at.emit(aten.mul.Tensor if adds else aten.pow.Tensor_Scalar, at.inputs[0], at.first(f))
-        node = written(at) if at.axes(v) else at.same()
-        for f in parts if multiplies else ():
-            node = at.emit(aten.prod.dim_int, at.gather(node, f), 0, dtype=x.dtype)
-        return node
+        return written(at) if at.axes(v) else at.same()
 
     def written(at: LocalOp) -> Any:
         local_rows, foreign = own_indices(at, at.inputs[1], v)
@@ -218,10 +215,9 @@ def indexed_write(op: Op, kind: Kind, how: str = "sum") -> Rule:
         )
 
     operands = [target, of_source] + ([of_source] if src is not None else [])
-    facts: dict[str, Any] = {"fills": ((1, 0),), "reduction": how}
-    if multiplies:
-        facts = {"fills": ((1, 0), (2, 1)), "exchanged": tuple(Exchange(f, x.bytes, 1) for f in of_source[dim])}
-    return factors.rule(operands, [target], local=local, additive=(0, 2) if adds else (), **facts)
+    return factors.rule(
+        operands, [target], local=local, additive=(0, 2) if adds else (), fills=((1, 0),), reduction=how
+    )  # fmt: skip
 
 
 def scatter_reduced(

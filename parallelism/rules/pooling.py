@@ -324,10 +324,6 @@ OPS: Table = {
     sum_of_windows: Entry(image),
     # with equal windows it is recorded as pooling; dense, since indices are read so
     **per_rank(
-        "_adaptive_avg_pool{}d", "in->out", "out,in->in", linear="0", dense="all",
-        recorded=(by.adaptive_average, by.adaptive_average_backward),
-    ),
-    **per_rank(
         "adaptive_max_pool{}d", "in->out,out", "out,in,out->in", dense="all",
         recorded=(by.adaptive_max, by.adaptive_max_backward),
     ),

@@ -93,6 +93,7 @@ OPS: Table = {
     aten.mean: Entry(mean),
     aten.amax: reduction("max"),
     aten.amin: reduction("min"),
+    aten.prod: reduction("product"),
     aten.max.default: reduction("max"),
     aten.min.default: reduction("min"),
     aten.median.dim: Entry(order_statistic),

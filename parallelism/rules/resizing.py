@@ -55,11 +55,12 @@ class Way:
             total = part if total is None else at.emit(aten.add.Tensor, total, part)
         return total
 
-    def spread(self, at: LocalOp, f: int, d: int, node: Any, length: int) -> Any:
-        """The gradient of a device's window of `length` rows from that of its results: the transpose of `resized`."""
+    def spread(self, at: LocalOp, f: int, d: int, node: Any, length: int, read: int = 1) -> Any:
+        """The gradient of a device's window of `length` rows of tensor number `read` from that of its results: the
+        transpose of `resized`."""
         shape = [length if e == d else n for e, n in enumerate(at.shape_of(node))]
         total = at.emit(aten.new_zeros.default, node, shape)
-        for place, weight in self.rows(at, f, d, 1, at.shape_of(node)[d], length, node):
+        for place, weight in self.rows(at, f, d, read, at.shape_of(node)[d], length, node):
             part = node if weight is None else at.emit(aten.mul.Tensor, node, weight)
             total = at.emit(aten.index_add.default, total, d, place, part)
         return total
@@ -120,8 +121,8 @@ class Smooth(Way):
     def resized(self, at: LocalOp, f: int, d: int, node: Any, written: int) -> Any:
         return self._times(at, d, node, self._matrix(at, f, 0, written, at.shape_of(node)[d], at.dtype_of(node)))
 
-    def spread(self, at: LocalOp, f: int, d: int, node: Any, length: int) -> Any:
-        matrix = self._matrix(at, f, 1, at.shape_of(node)[d], length, at.dtype_of(node))
+    def spread(self, at: LocalOp, f: int, d: int, node: Any, length: int, read: int = 1) -> Any:
+        matrix = self._matrix(at, f, read, at.shape_of(node)[d], length, at.dtype_of(node))
         return self._times(at, d, node, at.emit(aten.permute.default, matrix, [1, 0]))
 
     def _times(self, at: LocalOp, d: int, node: Any, matrix: Any) -> Any:
@@ -150,6 +151,29 @@ class Smooth(Way):
         near, far = self.cubic(at, away, 0, -0.5), self.cubic(at, at.emit(aten.sub.Tensor, away, 1), 1, -0.5)
         far = at.emit(aten.masked_fill.Scalar, far, at.emit(aten.ge.Scalar, away, 2), 0)
         return at.emit(aten.where.self, at.emit(aten.lt.Scalar, away, 1), near, far)
+
+
+class Windows(Smooth):
+    """How positions of one dim are read by adaptive average pooling: each is the mean of a window of `n / m` rows, of
+    which the first and the last may be read in part and count whole."""
+
+    def window(self, f: int, d: int, read: int, reader: int) -> tuple[int, Window]:
+        bounds = [(o * self.n // self.m, -((o + 1) * -self.n // self.m)) for o in range(self.m)]
+        span = max(end - first for first, end in bounds)
+        return f, Window(read, d, reader, d, span=span, places=tuple(first for first, _ in bounds), fill=0.0)
+
+    def _matrix(self, at: LocalOp, f: int, read: int, written: int, length: int, dtype: torch.dtype) -> Any:
+        position = at.emit(aten.add.Tensor, at.emit(aten.arange.default, written), at.offset(f))
+        first = at.emit(aten.floor_divide.default, at.emit(aten.mul.Tensor, position, self.n), self.m)
+        behind = at.emit(aten.mul.Tensor, at.emit(aten.add.Tensor, position, 1), self.n)
+        end = at.emit(aten.floor_divide.default, at.emit(aten.add.Tensor, behind, self.m - 1), self.m)
+        row = at.emit(aten.add.Tensor, at.emit(aten.arange.default, length), at.begin(f, read))
+        first, end = (at.emit(aten.unsqueeze.default, edge, 1) for edge in (first, end))
+        inside = at.emit(
+            aten.logical_and.default, at.emit(aten.ge.Tensor, row, first), at.emit(aten.lt.Tensor, row, end)
+        )
+        size = at.emit(aten._to_copy.default, at.emit(aten.sub.Tensor, end, first), dtype=dtype)
+        return at.emit(aten.div.Tensor, at.emit(aten._to_copy.default, inside, dtype=dtype), size)
 
 
 class Resizing:
@@ -246,6 +270,36 @@ def resize_backward(op: Op, taps: int, centred: bool = False, kind: type[Way] = 
     )  # fmt: skip
 
 
+def adaptive(op: Op) -> Rule:
+    """The rule of _adaptive_avg_pool2d(x, size), and of that over three dims, with windows that differ."""
+    return resize(op, 1, kind=Windows)
+
+
+def adaptive_backward(op: Op) -> Rule:
+    """The rule of _adaptive_avg_pool2d_backward(grad, x), of which x has only the shape."""
+    grad, x = op.operands
+    parts = Resizing(x, grad, 1, False, (), Windows)
+    windows = parts.windows(2, 0)
+
+    def local(at: LocalOp) -> Any:
+        cut, node = parts.cut(at), _in_fp32(at, at.inputs[0])
+        if not cut:
+            return at.same()
+        size = list(at.shape())
+        for d, f, way in cut:
+            (window,) = (w for g, w in windows if g == f)
+            size[d] = window.length(way.m, at.operand_shape(0)[d], at.members(f))
+            node = way.spread(at, f, d, node, size[d], 2)
+        if len(cut) < len(parts.ways):
+            node = at.emit(op.target, node, at.emit(aten.new_empty.default, node, size))
+        node = at.fold(node, 2, 0)
+        return at.emit(aten._to_copy.default, node, dtype=x.dtype) if at.dtype_of(node) != x.dtype else node
+
+    return parts.factors.rule(
+        [parts.large, parts.small], [parts.small], additive=(0,), windows=windows, fills=((0, 0.0),), local=local
+    )  # fmt: skip
+
+
 def _both(
     name: str, taps: int, centred: bool = False, recorded: Sequence[Any] = ("itself", "itself"), kind: type[Way] = Way
 ) -> Table:  # fmt: skip
@@ -264,5 +318,13 @@ OPS: Table = {
     **{k: v for rank in (1, 2, 3) for k, v in _both(f"upsample_nearest{rank}d", 1, False, NEAREST).items()},
     **{k: v for rank in (1, 2, 3) for k, v in _both(f"_upsample_nearest_exact{rank}d", 1, True, NEAREST).items()},
     **_both("_upsample_bilinear2d_aa", 2, kind=Smooth),
+    **{
+        getattr(aten, f"_adaptive_avg_pool{rank}d{way}"): Entry(rule, recorded=by_what, dense="all")
+        for rank in (2, 3)
+        for way, rule, by_what in (
+            ("", adaptive, by.adaptive_average),
+            ("_backward", adaptive_backward, by.adaptive_average_backward),
+        )
+    },
     **_both("_upsample_bicubic2d_aa", 4, kind=Smooth),
 }

@@ -107,7 +107,7 @@ class Rule:
     sizes: tuple[int, ...]
     kinds: tuple[Kind, ...]
     reduction: str = "sum"
-    """How partial results are combined: sum, max or min."""
+    """How partial results are combined: sum, product, max or min."""
     additive: tuple[int, ...] = ()
     """Operands in which the op is jointly linear: if all of them are partial sums, so is the result."""
     flops: int = 0
@@ -154,7 +154,7 @@ class Rule:
                 return value
         if self.kinds[factor] is not Kind.REDUCE or factor in self.guarded:
             return None
-        return {"sum": 0.0, "max": -math.inf, "min": math.inf}[self.reduction]
+        return {"sum": 0.0, "product": 1.0, "max": -math.inf, "min": math.inf}[self.reduction]
 
     @property
     def tensors(self) -> tuple[tuple[Dim, ...], ...]:

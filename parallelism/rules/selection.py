@@ -1,4 +1,4 @@
-"""Rules of argmax, top-k, products and scans of a sharded dim: devices exchange only small local results.
+"""Rules of argmax, top-k and scans of a sharded dim: devices exchange only small local results.
 
 The maximum of all elements is the maximum of the shards' maxima; likewise for top-k, and for what a scan adds up. Each
 of these rules is an alternative to the one that needs the whole dim, which is cheaper if another dim can take the axes.
@@ -194,7 +194,7 @@ def _later_of(at: LocalOp, own: list[Any], before: list[Any], target: Any) -> li
 
 
 def joined(again: Any, neutral: float) -> Entry:
-    """The entry of a reduction that gathers the results of shards and reduces these: prod, any and all.
+    """The entry of a reduction that gathers the results of shards and reduces these: any and all.
 
     again: the op for one dim. neutral: the value that changes no result.
     """
@@ -222,7 +222,6 @@ OPS: Table = {
     aten.max.dim: Entry(extreme),
     aten.min.dim: Entry(extreme),
     aten.topk: Entry(topk),
-    aten.prod: joined(aten.prod.dim_int, 1.0),
     aten.any: joined(aten.any.dim, 0.0),
     aten.all: joined(aten.all.dim, 1.0),
     scan_to_end: Entry(accumulated),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from tpshard.parallelism.rules import decompositions as by
+from tpshard.parallelism.rules.windows import per_spatial_dim
 
 
 class Substitutes(TorchFunctionMode):
@@ -105,6 +106,56 @@ def _stft(
     return result if input.dim() > 1 else result.squeeze(0)
 
 
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.bilinear as two matrix products, whose rows and outputs can both be sharded."""
+    if input1.dtype != weight.dtype or input2.dtype != weight.dtype or input1.shape[:-1] != input2.shape[:-1]:
+        return F.bilinear(input1, input2, weight, bias)
+    out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return out if bias is None else out + bias
+
+
+POOLED = "_pooled_windows"
+"""The attribute of max pooling's indices that holds its windows, if these lie side by side over the whole image."""
+
+
+def _max_pool(function: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    """Returns F.max_pool with indices, which then know their windows."""
+
+    def pool(
+        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+        ceil_mode: bool = False, return_indices: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        values, indices = function(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        kernel = per_spatial_dim(kernel_size, rank)
+        beside = per_spatial_dim(stride, rank, kernel) == kernel and not any(per_spatial_dim(padding, rank, 0))
+        even = not any(n % k for n, k in zip(input.shape[-rank:], kernel))
+        if beside and even and input.dim() == rank + 2 and set(per_spatial_dim(dilation, rank)) == {1}:
+            setattr(indices, POOLED, kernel)
+        return values, indices
+
+    return pool
+
+
+def _max_unpool(function: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    """Returns F.max_unpool, in which each position of a window that max pooling made chooses its value or 0, so that
+    images stay sharded; torch's own writes to positions of a merged dim."""
+
+    def unpool(
+        input: Tensor, indices: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None
+    ) -> Tensor:
+        kernel = per_spatial_dim(kernel_size, rank)
+        size = [n * k for n, k in zip(input.shape[-rank:], kernel)]
+        same = getattr(indices, POOLED, None) == kernel == per_spatial_dim(stride, rank, kernel)
+        whole = output_size is None or [*output_size][-rank:] == size
+        if not same or not whole or any(per_spatial_dim(padding, rank, 0)) or input.shape != indices.shape:
+            return function(input, indices, kernel_size, stride, padding, output_size)  # type: ignore[no-any-return]
+        place = torch.arange(math.prod(size), device=input.device).view(size)
+        return torch.where(by.nearest(indices, size) == place, by.nearest(input, size), 0)
+
+    return unpool
+
+
+POOLS = (F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices)
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": Tensor.mean, "sum": Tensor.sum}
 SUBSTITUTES: dict[Any, Callable[..., Tensor]] = {
     F.one_hot: _one_hot,
@@ -117,4 +168,7 @@ SUBSTITUTES: dict[Any, Callable[..., Tensor]] = {
     torch.stft: _stft,
     Tensor.stft: _stft,
     Tensor.corrcoef: _corrcoef,
+    F.bilinear: _bilinear,
+    **{f: _max_pool(f, rank) for rank, f in enumerate(POOLS, 1)},
+    **{f: _max_unpool(f, rank) for rank, f in enumerate((F.max_unpool1d, F.max_unpool2d, F.max_unpool3d), 1)},
 }

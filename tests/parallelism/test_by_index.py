@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 
@@ -98,4 +99,27 @@ def test_rows_reduced_into_a_sharded_tensor_send_nothing(how: str) -> None:
     fn = lambda x, i, s: x.scatter_reduce(0, i, s, how)  # noqa: E731
     program = partition(fn, args, Mesh({"a": 4}), [("a",), None, None])
     torch.testing.assert_close(program.simulate(*args)[0], fn(*args))
+    assert not program.collectives
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_length_are_looked_up_where_they_are(mode: str) -> None:
+    table, rows = torch.randn(12, 4, dtype=torch.float64), torch.randint(12, (10, 3))
+
+    def step(rows: Tensor, table: Tensor) -> Any:
+        table = table.detach().requires_grad_()
+        bags = F.embedding_bag(rows, table, mode=mode, padding_idx=2)
+        return bags.detach(), torch.autograd.grad((bags * bags.detach().sin()).sum(), table)[0]
+
+    for mesh in (Mesh({"x": 2}), Mesh({"x": 4})):  # even and uneven
+        program = partition(step, [rows, table], mesh, [("x",), None], [("x",), None])
+        for result, expected in zip(program.simulate(rows, table), step(rows, table)):
+            torch.testing.assert_close(result, expected)
+        assert [c.kind for c in program.collectives] == ["all_reduce"]  # of the table's gradient
+
+
+def test_products_with_two_inputs_keep_their_rows() -> None:
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((8, 3), (8, 5), (4, 3, 5))]
+    program = partition(F.bilinear, inputs, Mesh({"x": 4}), [("x",), ("x",), None])
+    torch.testing.assert_close(program.simulate(*inputs)[0], F.bilinear(*inputs))
     assert not program.collectives

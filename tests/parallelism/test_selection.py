@@ -53,7 +53,7 @@ def test_the_first_of_equal_ones_is_taken_wherever_it_lies() -> None:
 
 def test_what_is_exchanged_is_small() -> None:
     logits = torch.randn(64, 4096)
-    scans = [lambda x: x.cumprod(1), lambda x: x.logcumsumexp(1), lambda x: tuple(x.cummax(1)), lambda x: x.prod(1)]
+    scans = [lambda x: x.cumprod(1), lambda x: x.logcumsumexp(1), lambda x: tuple(x.cummax(1))]
     every = [(lambda x: x.argmax(1), 1), (lambda x: tuple(x.topk(4)), 4), (lambda x: x.cumsum(1), 1)]
     for fn, elements in [*every, *((scan, 1) for scan in scans)]:
         program = partition(fn, [logits], EIGHT, [(None, "x")])

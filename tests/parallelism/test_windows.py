@@ -70,6 +70,7 @@ def drawn(seed: int) -> tuple[str, Callable[..., Tensor], list[Tensor]]:
         ("any nearest", lambda x: F.interpolate(x, [n + 3 - 4 * more[0] for n in size]), []),
         ("reflect", lambda x: F.pad(x, [2, 1] * rank, "reflect"), []),
         ("replicate", lambda x: F.pad(x, [1, 2] * rank, "replicate"), []),
+        ("any windows", lambda x: getattr(F, f"adaptive_avg_pool{rank}d")(x, [n // 2 + more[0] for n in size]), []),
     ]  # fmt: skip
     name, fn, rest = kinds[seed % len(kinds)]
     return name, fn, [x, *rest]
@@ -147,6 +148,25 @@ def test_instance_norm_of_sharded_channels_or_images_sends_nothing() -> None:
             program = partition(lambda x, w: F.instance_norm(x, weight=w), [x, w], mesh, [dims, dims[1:] or None])
             torch.testing.assert_close(program.simulate(x, w)[0], F.instance_norm(x, weight=w))
             assert not program.collectives
+
+
+def test_windows_that_pooling_made_are_undone_in_place() -> None:
+    def fn(x: Tensor) -> Tensor:
+        values, places = F.max_pool2d(x, 2, return_indices=True)
+        return F.max_unpool2d(values * 2, places, 2)
+
+    for x, dims in ((images(2, 4, 16, 8), (None, None, "x")), (images(4, 4, 8, 8), ("x",))):
+        assert not same(fn, [x], Mesh({"x": 4}), dims).collectives
+
+
+def test_images_of_an_uneven_number_of_windows_in_two_dims_change_places() -> None:
+    def fn(x: Tensor) -> Tensor:
+        n, h, w, c = x.shape
+        parts = x.reshape(n, h // 8, 8, w // 8, 8, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 64, c).softmax(1)
+        return parts.reshape(n, h // 8, w // 8, 8, 8, c).permute(0, 1, 3, 2, 4, 5).reshape(x.shape)
+
+    program = same(fn, [images(8, 56, 24, 2)], Mesh({"x": 4, "y": 2}), (None, "x", "y"), (None, "x", "y"))
+    assert {c.kind for c in program.collectives} == {"all_to_all"}
 
 
 def test_a_network_of_layers_keeps_images_cut() -> None:
