@@ -153,7 +153,7 @@ class Smooth(Way):
         return at.emit(aten.where.self, at.emit(aten.lt.Scalar, away, 1), near, far)
 
 
-class Windows(Smooth):
+class Means(Smooth):
     """How positions of one dim are read by adaptive average pooling: each is the mean of a window of `n / m` rows, of
     which the first and the last may be read in part and count whole."""
 
@@ -272,13 +272,13 @@ def resize_backward(op: Op, taps: int, centred: bool = False, kind: type[Way] = 
 
 def adaptive(op: Op) -> Rule:
     """The rule of _adaptive_avg_pool2d(x, size), and of that over three dims, with windows that differ."""
-    return resize(op, 1, kind=Windows)
+    return resize(op, 1, kind=Means)
 
 
 def adaptive_backward(op: Op) -> Rule:
     """The rule of _adaptive_avg_pool2d_backward(grad, x), of which x has only the shape."""
     grad, x = op.operands
-    parts = Resizing(x, grad, 1, False, (), Windows)
+    parts = Resizing(x, grad, 1, False, (), Means)
     windows = parts.windows(2, 0)
 
     def local(at: LocalOp) -> Any:
