@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 18
 """Bytes of a configuration; published ones have a tenth."""
+SHOWN = 80
+"""Characters of a value that are shown of a setting that is not said."""
 Trainer = Annotated[
     str, typer.Argument(metavar="TOOL", help="torchtitan, megatron, axolotl or accelerate.", show_default=False)
 ]
@@ -97,7 +99,8 @@ def _named(one: Left, file: str) -> str:
     from tpshard.recipes.foreign.recipe_text import place
 
     where = place(one.where, file) if one.where is not None else "default"
-    return f"{one.key}{f' = {one.shown}' if one.shown and one.matters else ''} ({where})"
+    value = one.shown if len(one.shown) <= SHOWN else f"{one.shown[:SHOWN]}..."
+    return f"{one.key}{f' = {value}' if value and one.matters else ''} ({where})"
 
 
 def _document(tool: Tool, file: str, text: str, translation: Translation) -> dict[str, Any]:

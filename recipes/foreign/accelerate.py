@@ -61,7 +61,10 @@ PRECISION: dict[str, Any] = {
 def read(data: bytes, file: str) -> StatedSettings:
     """The settings of a YAML, or of a script that starts a program, with those of the DeepSpeed JSON that it names. A
     JSON alone is DeepSpeed's."""
-    settings = (launch_scripts if launch_scripts.is_script(data, file) else yaml_settings).read(data, file)
+    if launch_scripts.is_script(data, file):
+        settings = launch_scripts.read(data, file)
+    else:
+        settings = launch_scripts.of_program(yaml_settings.read(data, file), file)
     own = [settings.said[key] for key in ALONE if key in settings.said and not settings.said[key].of_program]
     if FILE in settings.said and own:
         message = f"`{own[0].name}` stands beside a DeepSpeed JSON, where accelerate stops"
@@ -167,9 +170,13 @@ def _compile(backend: Any, other: Any) -> str:
     return "blocks" if str(backend or other or "no").lower() not in ("no", "eager") else "eager"
 
 
-def _remat(fsdp: Any, distributed: str, granularity: str | None, method: str | None, layers: int | None) -> Any:
+def _remat(
+    fsdp: Any, distributed: str, granularity: str | None, method: str | None, layers: int | None, stage: str | None,
+    disabled: bool,
+) -> Any:  # fmt: skip
+    """What is recomputed. stage: LLaMA-Factory's, which recomputes unless it is disabled."""
     if distributed.upper() != "MEGATRON_LM":
-        return "full" if truth(fsdp) else "none"
+        return "full" if truth(fsdp) or (stage is not None and not truth(disabled)) else "none"
     if granularity != "full":
         return "none"
     return {"first": layers} if method == "block" and layers else "full"
@@ -311,7 +318,8 @@ ROWS = (
     KeyRow("remat", {
         "fsdp_config.activation_checkpointing": False, "distributed_type": "NO",
         "megatron_lm_config.recompute_granularity": Maybe(str), "megatron_lm_config.recompute_method": Maybe(str),
-        "megatron_lm_config.recompute_num_layers": Maybe(int),
+        "megatron_lm_config.recompute_num_layers": Maybe(int), "stage": Maybe(str),
+        "disable_gradient_checkpointing": False,
     }, _remat),
     KeyRow("offload", {"activation_offloading": False}, lambda on: "activations" if truth(on) else Omit),
     KeyRow("pipeline", {"distributed_type": "NO", "megatron_lm_config.pp_degree": 1},
@@ -356,10 +364,12 @@ ROWS = (
         lambda stage: Omit if stage in ("sft", "pt") else Unsaid("a recipe learns the next token alone")),
     KeyRow((), {"config_file": Maybe(str)},
         lambda file: Omit if file is None else Unsaid("there is no such file here; defaults in its place")),
+    KeyRow((), {"config": Maybe(str)}, lambda file: Omit if file is None else Unsaid("there is no such file here")),
     KeyRow((), {"deepspeed_config.deepspeed_config_file": Maybe(str)},
         lambda file: Omit if file is None else Unsaid("there is no such file here; stage 2 in its place")),
 )  # fmt: skip
 
+MESSAGES = "give data.source=hub:NAME, and for conversations data.messages=COLUMN"
 TOOL = Tool(
     "accelerate",
     "1.9",
@@ -367,6 +377,7 @@ TOOL = Tool(
     ROWS,
     aliases={
         **ALIASES,
+        "lr_scheduler_kwargs.min_lr_rate": "lr_scheduler_kwargs.min_lr_ratio",
         **{f"parallelism_config.parallelism_config_{name}": f"parallelism_config.{name}"
            for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "cp_comm_strategy")},
         **{f"megatron_lm_config.megatron_lm_{name.rpartition('.')[2]}": name for name in (
@@ -382,6 +393,16 @@ TOOL = Tool(
         r"megatron_lm_config\.recompute_activations": "a fused attention computes its scores again in any case",
         r"megatron_lm_config\..*": "the flags of Megatron-LM's own script say more: recipes from megatron",
         r"fsdp_config\.(ignored_modules|min_num_params)": "each layer is gathered by itself here",
+        r"(eval_)?dataset(_name|_config|_dir|_mixer|_text_field|_train_split|_test_split)?|template|val_size": MESSAGES,
+        r"chat_template|eos_token|pad_token": "tokens and templates are the tokenizer's folder's",
+        r"quantization_(bit|method|type)|double_quantization|load_in_(4|8)bit|bnb_.*":
+            "codes of 4 bits are GPTQ's; to train, name the folder that `tpshard quantize` writes, model.hf=...",
+        r"flash_attn|attn_implementation|(use|enable)_(liger_kernel|unsloth|v1_kernels)":
+            "kernels are the compiler's here",
+        r"(image|video|audio|freeze_(vision|multi|language))_.*": "a recipe trains on text alone",
+        r"packing": "sequences are filled, as with packing",
+        r"(oft|galore|badam|apollo|loraplus|pissa|kt)_.*|use_(badam|apollo|galore|adam_mini|llama_pro|kt|\w+_loss)|"
+        r"mixture_of_depths": "a recipe has no such method",
     },
     aside=(
         rf"{ASIDE}|{deepspeed.ASIDE}|compute_environment|debug|machine_rank|main_.*|rdzv_.*|same_network|tpu_.*|use_cpu|"

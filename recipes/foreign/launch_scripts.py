@@ -7,12 +7,12 @@ a program that `python` starts has one device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from tpshard.diagnostics.diagnostic import Mistakes, Source
+from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
 from tpshard.files.folder_json import read_named
 from tpshard.recipes.foreign import deepspeed
 from tpshard.recipes.settings import shell_flags, yaml_settings
@@ -68,7 +68,8 @@ def is_script(data: bytes, file: str) -> bool:
 def _starts_program(line: str) -> bool:
     """Whether a line of a script starts a program, or begins to where it is continued."""
     words = re.split(r"[\s\"'=(;&|]+", line.partition("#")[0].strip())  # a variable may hold the command
-    names = [word.rpartition("/")[2] for word in words[:-1]]
+    held = re.match(r"\s*(export\s+)?\w+=", line)  # the launcher alone, by an assignment
+    names = [word.rpartition("/")[2] for word in (words if held else words[:-1])]
     if "torchrun" in names or ("accelerate", "launch") in pairwise([*names, words[-1]]):
         return True
     continued = words[-1].endswith("\\")
@@ -92,8 +93,43 @@ def read(data: bytes, file: str) -> StatedSettings:
     base = None if named is None or not isinstance(named.value, str) else _yaml(named.value, file)
     launcher = [*_accelerate([one for one in own if base is None or one is not named], base or {}), *_ranks(launched)]
     ours = {one.key: one for one in launcher}
-    said = {**(base or {}), **ours, **{one.key: one for one in _program(program, file)}}
-    return replace(script, said=said)
+    said = {**(base or {}), **ours, **{one.key: one for one in _program(_with_own_file(program, file), file)}}
+    return replace(script, said=said, diagnostics=(*script.diagnostics, *_other_program(program)))
+
+
+OF_TRAINER = {
+    "model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir", "fsdp",
+    "gradient_accumulation_steps", "bf16", "fp16", "config", "deepspeed", "deepspeed_config", "use_peft", "stage",
+    "finetuning_type",
+}  # fmt: skip
+"""Flags of which a program of transformers' Trainer has one at least."""
+
+
+def _other_program(flags: Sequence[Stated]) -> Iterator[Diagnostic]:
+    """A warning where a program's flags are not those of transformers' Trainer."""
+    if len(flags) > 2 and not any(_plain(one.key) in OF_TRAINER for one in flags):
+        yield Diagnostic(
+            "the program's flags are not those of transformers' Trainer", where=flags[0].where, severity="warning",
+            why="the Trainer's defaults stand for what the script does not say",
+            fix="give keys, such as optimizer.lr=...",
+        )  # fmt: skip
+
+
+def of_program(settings: StatedSettings, file: str) -> StatedSettings:
+    """The settings of a YAML that is a program's own, such as TRL's or LLaMA-Factory's, by their paths in a
+    configuration; those of a launcher's YAML as they are."""
+    if not settings.said.keys() & {*PROGRAM, "model_name_or_path"}:
+        return settings
+    return replace(settings, said={one.key: one for one in _program(settings.said.values(), file)})
+
+
+def _with_own_file(flags: Sequence[Stated], file: str) -> Iterator[Stated]:
+    """A program's flags, behind the settings of the YAML or JSON that it is given, over which they count."""
+    for one in flags:
+        if one.key == "--config" and isinstance(one.value, str):
+            inside = _yaml(one.value, file)
+            yield from [one.named("config")] if inside is None else inside.values()
+    yield from (one for one in flags if one.key != "--config" or not isinstance(one.value, str))
 
 
 def _yaml(name: str, file: str) -> Mapping[str, Stated] | None:

@@ -81,17 +81,23 @@ def _settings(words: Sequence[Text], script: Script) -> list[Stated]:
     modules = {i + 1 for i, word in enumerate(words) if word.chars == "-m" and i}
     if launcher.startswith("python") and modules and min(modules) < len(words):  # python -m accelerate.commands.launch
         launcher = words[min(modules)].chars.partition(".")[0]
+    behind = False  # whether a word stands behind the program, before its first flag
     for i, word in enumerate(words):
         if i + 1 in modules:
             continue
-        if settings and (word.chars.endswith(".py") or i in modules):  # what is before the program is its launcher's
+        if word.chars.endswith(".py") or i in modules:  # what is before the program is its launcher's
+            behind = True
             settings = [(one[0] if re.fullmatch(LAUNCHER, one[0]) else f"{launcher} {one[0]}", *one[1:])
                         for one in settings]  # fmt: skip
         elif match := re.match(r"--([A-Za-z][\w-]*)(=)?", word.chars):
             where = script.place(word.places[0], len(match[0]))
             settings.append((f"--{match[1].replace('_', '-')}", f"--{match[1]}", where, []))
+            behind = False
             if match[2]:
                 settings[-1][-1].append(_value(word.chars[match.end() :]))
+        elif behind and re.fullmatch(r"[^\s-][^\s]*\.(ya?ml|json)", word.chars):  # its settings' file
+            settings.append(("--config", word.chars, script.place(word.places[0], len(word.chars)), [word.chars]))
+            behind = False
         elif match := re.match(rf"{UNKNOWN}--([A-Za-z][\w-]*)[ =]?", word.chars):  # a flag under a condition
             where = script.place(word.places[0], 1)
             rest = Unknown(word.chars[match.end() :].replace(UNKNOWN, ""))

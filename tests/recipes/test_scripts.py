@@ -36,6 +36,50 @@ def test_a_script_that_launches_with_accelerate(tmp_path: Path) -> None:
     assert names(translation) == {"fsdp_config.auto_wrap_policy"}
 
 
+OWN = """\
+### model
+model_name_or_path: Qwen/Qwen3-4B
+stage: sft
+finetuning_type: full
+cutoff_len: 1024
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-5
+max_steps: 50
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+bf16: true
+"""
+
+
+@pytest.mark.parametrize("given", ["own.yaml", "--config own.yaml", "--config=own.yaml --learning_rate 3e-5"])
+def test_the_file_of_settings_that_a_program_is_given(given: str, tmp_path: Path) -> None:
+    """As TRL's --config, or LLaMA-Factory's, which stands behind the program; flags count over it."""
+    script, tool = tmp_path / "run.sh", TOOLS["accelerate"]
+    text = f"accelerate launch --num_processes 8 --use_fsdp src/train.py {given}\n"
+    assert names(translate(tool, tool.read(text.encode(), str(script)), {})) >= {given.split("=")[0].split()[0]}
+    (tmp_path / "own.yaml").write_text(OWN)
+    recipe = loads(text_of(tool, str(script), translate(tool, tool.read(text.encode(), str(script)), {})))
+    assert (recipe.model.preset, recipe.model.seq_len, recipe.train.steps) == ("qwen3-4b", 1024, 50)
+    assert (recipe.batch.global_sequences, recipe.batch.per_device, recipe.remat) == (64, 2, "full")
+    assert recipe.optimizer.lr == (3e-5 if "rate" in given else 1e-5) and recipe.schedule.min_lr_ratio == 0.1
+    alone = loads(text_of(tool, "own.yaml", translate(tool, tool.read(OWN.encode(), str(tmp_path / "own.yaml")), {})))
+    assert (alone.batch.global_sequences, alone.remat, alone.train.steps) == (8, "full", 50)
+
+
+def test_a_launcher_in_a_variable() -> None:
+    _, text = translated("accelerate", "export RUN=torchrun\nsrun $RUN --nproc_per_node 4 train.py --bf16\n")
+    assert dict(loads(text).mesh)["dp"] == 4
+
+
+def test_a_program_that_has_flags_of_its_own_is_told_as_that() -> None:
+    script = "torchrun --nproc_per_node 4 train.py --hidden_width 4096 --num_layers 32 --max_steps 5"
+    translation, _ = translated("accelerate", script)
+    assert "not those of transformers' Trainer" in str(Mistakes(translation.warnings))
+    translation, _ = translated("accelerate", f"{script} --output_dir x")
+    assert not translation.warnings
+
+
 def test_a_module_is_launched_as_a_program_is() -> None:
     flags = "accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4 --mixed_precision bf16 -m a.b --seed 7"
     translation, text = translated("accelerate", flags + " --max_steps=-1", model__preset="tiny")
