@@ -93,7 +93,7 @@ def _ranks(*values: Any) -> RankSizes | Conflict:
     if each is not None:
         machines = said["recipe.cluster.nodes"] or 1
         processes = machines * each
-    if distributed == "NO":
+    if distributed == "NO" and each is None:
         processes = 1
     if processes < 1 or processes % machines:
         message = f"{processes} processes are not divided by {machines} machines"

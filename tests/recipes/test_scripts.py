@@ -65,6 +65,8 @@ def test_the_file_of_settings_that_a_program_is_given(given: str, tmp_path: Path
     assert recipe.optimizer.lr == (3e-5 if "rate" in given else 1e-5) and recipe.schedule.min_lr_ratio == 0.1
     alone = loads(text_of(tool, "own.yaml", translate(tool, tool.read(OWN.encode(), str(tmp_path / "own.yaml")), {})))
     assert (alone.batch.global_sequences, alone.remat, alone.train.steps) == (8, "full", 50)
+    _, text = translated("accelerate", OWN, cluster__devices_per_node=4)
+    assert dict(loads(text).mesh) == {"dp": 4, "fsdp": 1, "tp": 1}
 
 
 def test_a_launcher_in_a_variable() -> None:
