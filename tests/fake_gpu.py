@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +13,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from tpshard.parallelism.program import Program, info
-from tpshard.parallelism.runtime.execute import localize
+from tpshard.parallelism.rules import control_flow
+from tpshard.parallelism.runtime import execute
 
 aten = torch.ops.aten
 GPU = torch.device("cuda:0")
@@ -26,12 +28,29 @@ def run_on_fake_gpu(program: Program, rank: int, sizes: Mapping[str, int] | None
     sizes: the size of the free dims of an input, by its name (1 if it is not there). Raises AssertionError for a value
     that is not on the GPU, and what torch raises where tensors of two devices meet or the host reads a tensor's values.
     """
-    with MODE:  # which moves the program's constants to the GPU
-        module = localize(program, rank, GPU, _wait, exchange=False, transfer=lambda value, node: value)
+    with MODE, mock.patch.object(execute, "_bind_bodies", _bodies):  # and the program's constants move to the GPU
+        module = execute.localize(program, rank, GPU, _wait, exchange=False, transfer=lambda value, node: value)
     _OnGPU(module).run(*[_input(port, (sizes or {}).get(port.name, 1)) for port in program.inputs])
 
 
 MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _bodies(node: fx.Node, parts: Sequence[fx.GraphModule]) -> Callable[..., list[Tensor]]:
+    """Control flow that runs each of its bodies, since fake tensors do not say which one a step runs."""
+    runs = [_OnGPU(part).run for part in parts]
+
+    def bound(*operands: Tensor) -> list[Tensor]:
+        if node.target is control_flow.cond:
+            then, _ = (list(run(*operands[1:])) for run in runs)
+            return then
+        if node.target is control_flow.while_loop:
+            _, results = (list(run(*operands)) for run in runs)
+            return results
+        body = [lambda ranks: [list(runs[0](*ranks[0]))]]
+        return control_flow.scan(body, control_flow.numbers(node.args), [list(operands)])[0]
+
+    return bound
 
 
 def _wait(started: Tensor, node: fx.Node) -> Tensor:

@@ -78,16 +78,17 @@ def propagate_and_store(
 
 def storage_layout(shape: Sequence[int], used: Layout, fsdp: Axes) -> Layout:
     """Appends the axes `fsdp` that a layout does not have: innermost on the first dim that they divide, else on the
-    largest, padded."""
+    largest, padded. A dim whose shards are not alike is not sharded again: shards of shards would lie elsewhere."""
     fsdp = tuple(axis for axis in fsdp if not overlap(axis, used.axes))
     if not shape or not fsdp:
         return used
     for d, (size, axes) in enumerate(zip(shape, used.dims)):
         if size % (size_of(axes) * size_of(fsdp)) == 0:
             return _append(used, d, fsdp)
-    largest = max(range(len(shape)), key=lambda d: (shape[d] // size_of(used.dims[d]), -d))
-    assert even(shape[largest], used.dims[largest])
-    return _append(used, largest, fsdp)
+    alike = [d for d, axes in enumerate(used.dims) if even(shape[d], axes)]
+    if not alike:
+        return used
+    return _append(used, max(alike, key=lambda d: (shape[d] // size_of(used.dims[d]), -d)), fsdp)
 
 
 def _append(layout: Layout, dim: int, axes: Axes) -> Layout:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, Program, mesh_split, partition
 from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.propagation.storage import storage_layout
 from tpshard.parallelism.resharding.reshard import redistribution
 from tpshard.parallelism.sharding import Layout, refines
 
@@ -117,6 +118,15 @@ def test_pivots_in_the_padding_are_rows(mesh: Mesh) -> None:
     lu, pivots = torch.linalg.lu_factor(rand(2, 3, 3))
     same(torch.linalg.lu_solve, [lu, pivots, rand(2, 3, 4)], mesh, [("x",)] * 3, [("x",)])
     same(torch.lu_unpack, [lu, pivots], mesh, [("x",)] * 2, [("x",)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"), [((7,), ("x",)), ((7, 6), ("x", "y")), ((7, 5), ("x", "y")), ((7, 1), ("x", "y"))]
+)
+def test_a_dim_that_an_axis_cuts_unevenly_is_not_stored_over_another(shape: tuple[int, ...], dims: tuple[str]) -> None:
+    x, y = SQUARE.axis("x"), SQUARE.axis("y")
+    used = Layout(((x,), *((),) * (len(shape) - 1)))
+    assert storage_layout(shape, used, (y,)) == Layout(tuple((SQUARE.axis(name),) for name in dims))
 
 
 @pytest.mark.parametrize("places", list(itertools.permutations(("x", "y", None), 2)), ids=str)

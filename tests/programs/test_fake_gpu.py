@@ -9,8 +9,10 @@ import pytest
 import torch
 import tpshard
 from fake_gpu import run_on_fake_gpu
+from torch._higher_order_ops import scan, while_loop
 from tpshard.models.adapters.slotted_model import Slots
 from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.runtime import execute
 from tpshard.parallelism.sharding import Layout
 from tpshard.programs.server.captured_steps import can_capture
 from tpshard.programs.server.sampling_programs import sampling_program, select_by_kernel
@@ -33,9 +35,12 @@ CASES = {
         "model.kv_heads=3", "model.max_seq=4096",
     ),
     "experts": ("moe", "model.layers=1"),
+    "slots": ("moe", "model.layers=1", "mesh={fsdp: 2, ep: 4}", "model.capacity=null",
+              "sharding.dropless.form=all_to_all"),
     "halos": ("unet",),
     "conformer": ("conformer", "model.args.layers=1"),
     "encoder": ("encoder", "model.args.layers=1"),
+    "uneven": ("encoder", "model.args.layers=1", "mesh={fsdp: 2, tp: 3}", "sharding.on_uneven=pad"),
     "1f1b": ("tiny", "mesh={pp: 2, fsdp: 2}", "model.layers=2", "pipeline.schedule=1f1b", "batch.per_device=1"),
     "zero_bubble": ("tiny", "mesh={pp: 2}", "model.layers=2", "pipeline.schedule=zero_bubble"),
     "vectorized": ("tiny", "mesh={pp: 2}", "model.layers=2", "pipeline.schedule=gpipe"),
@@ -118,6 +123,24 @@ def test_a_step_with_adapters_is_captured_and_has_all_tensors_on_its_device() ->
     programs = build_serving(ServeSetting.of(recipe, served, "gpu", slots))
     assert programs.slotted and all(can_capture(program) for program in programs.by_size.values())
     run_steps(programs)
+
+
+def test_every_body_of_control_flow_has_all_tensors_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def round(carry: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            carry = torch.tanh(carry @ w + row)
+            return carry, carry * torch.arange(8, dtype=carry.dtype)
+
+        last, rows = scan(round, x[0] * 0, x)
+        halved = while_loop(lambda y, n: y.abs().sum() > n, lambda y, n: (y / 2, n + 1), (last, torch.ones(())))[0]
+        return rows + torch.cond(halved.sum() > 0, lambda y: y + torch.arange(8), lambda y: y.cumsum(-1), (halved,))
+
+    x, w = torch.empty(6, 4, 8), torch.empty(8, 8)
+    program = partition(step, [x, w], Mesh({"x": 2}), in_shardings=[(None, "x", None), (None, None)])
+    run_on_fake_gpu(program, 1)
+    monkeypatch.setattr(execute, "_creates", lambda node: False)  # what a body makes stays on the CPU
+    with pytest.raises(AssertionError, match="is on cpu"):
+        run_on_fake_gpu(program, 1)
 
 
 def test_what_chooses_tokens_has_all_tensors_on_its_device() -> None:
