@@ -10,7 +10,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -196,9 +197,10 @@ class Architecture:
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The module: tokens, documents, positions, all [batch, seq] int64 -> logits [batch, seq, vocab].
 
-        Parameters are on `meta`, in `dtype`. Buffers that no folder stores (rotary frequencies) have their values;
-        those that a folder stores are parameters without a gradient, which training leaves as they are. ValueError
-        where these are integers, or where the class is no language model of one text.
+        Parameters are on `meta`, in `dtype`. Buffers that no folder stores (rotary frequencies) have their values, in
+        the dtype that transformers gives them in a model of `dtype`; those that a folder stores are parameters without
+        a gradient, which training leaves as they are. ValueError where these are integers, or where the class is no
+        language model of one text.
         """
         attention_interface.register()
         config = copy.deepcopy(self.config)
@@ -208,7 +210,7 @@ class Architecture:
             if getattr(part, "output_router_logits", False):
                 part.output_router_logits = False  # only their loss, which is not added, needs them
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _default_dtype(dtype if dtype.itemsize == 2 else torch.get_default_dtype()):
                 model: nn.Module = self.cls(config)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -300,6 +302,17 @@ def _with_own_functions(model: nn.Module, forward: Callable[..., Any], *args: An
         return forward(*args, **kwargs)
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which tensors of no named dtype have this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _with_infinities(value: Any) -> Any:
     """The values of config.json, with those that transformers writes as {"__float__": "Infinity"} as numbers."""
     if isinstance(value, list):
@@ -369,7 +382,8 @@ def _fill_buffers(model: nn.Module) -> None:
             unset = buffer is not None and bool((buffer.isnan() if buffer.is_floating_point() else buffer == -1).all())
             if unset:
                 constructed = constructed or _constructed(model)
-                module._buffers[name] = constructed[f"{path}.{name}"]  # some classes fill a buffer only there
+                own = constructed[f"{path}.{name}"]  # some classes fill a buffer only there
+                module._buffers[name] = own.to(buffer.dtype)  # type: ignore[union-attr]
     for path, module in model.named_modules():
         for name in [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
             constructed = constructed or _constructed(model)

@@ -450,6 +450,14 @@ def test_a_class_that_mixes_documents_is_named(name: str) -> None:
     assert any("mixes tokens by itself: documents in one row may attend to each other" in note for note in notes)
 
 
+def test_buffers_have_the_dtype_that_transformers_gives_them() -> None:
+    """A mask that is multiplied has that of the scores, rotary frequencies are fp32 in any model."""
+    masks = Architecture(architectures.config_of("openai-gpt")).build(torch.bfloat16).named_buffers()
+    assert {buffer.dtype for name, buffer in masks if name.endswith("attn.bias")} == {torch.bfloat16}
+    frequencies = Architecture(architectures.config_of("llama")).build(torch.bfloat16).buffers()
+    assert {buffer.dtype for buffer in frequencies} == {torch.float32}
+
+
 def test_a_class_computes_with_torchs_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the kernels of an installed package, which cannot be captured."""
     from transformers.integrations import hub_kernels
