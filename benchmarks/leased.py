@@ -13,8 +13,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from record import ROOT, machine, versions
 
 BENCHMARKS = ROOT / "benchmarks"
 TPSHARD = [sys.executable, "-m", "tpshard.cli.main"]
+STAGE_S = 540
+"""Seconds of a stage: its later steps have what the earlier ones leave."""
 END = 3000
 """Characters of a step's output that its line keeps."""
 
@@ -117,11 +120,11 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def run_all(options: argparse.Namespace, steps: Callable[[Path], Iterator[Step]]) -> int:
-    """Runs the chosen steps in order, each made anew, since a step before may have measured what it needs; returns 1
-    if one failed, else 0."""
+    """Runs the chosen steps in order, each made anew, since a step before may have measured what it needs; those for
+    which their stage has no time left have a line that says so. Returns 1 if one failed, else 0."""
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    failed = False
+    failed, spent = False, Counter[str]()
     for name in [step.name for step in steps(out)]:
         step = next(step for step in steps(out) if step.name == name)
         if (options.steps is not None and name not in options.steps) or step.stage not in options.stages:
@@ -129,7 +132,9 @@ def run_all(options: argparse.Namespace, steps: Callable[[Path], Iterator[Step]]
         if options.list:
             print(f"{step.stage} {step.name:<16} {step.limit_s:>4} s  {' '.join(step.command[1:])}")
             continue
-        row = run(step, out)
+        left = max(0, int(STAGE_S - spent[step.stage]))
+        row = run(replace(step, limit_s=min(step.limit_s, left)), out)
+        spent[step.stage] += row["seconds"]
         failed |= row["code"] != 0
         with (out / "lease.jsonl").open("a") as lines:
             lines.write(json.dumps(row | {"machine": machine(), "versions": versions("transformers")}) + "\n")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tpshard.parallelism.mesh import Mesh
@@ -13,8 +17,10 @@ from tpshard.parallelism.program import group_name
 
 import first_lease
 import first_node
+import leased
 from leased import Step, json_lines, parser_of, python, rows_of, run_all
 from node_collectives import MESHES, sets_of_axes
+from record import ROOT
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,28 @@ def test_each_step_leaves_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "logs.txt").read_text().count("====") == 3
     assert python("gpu_serving.py")[1].endswith("benchmarks/gpu_serving.py") and python("-m", "pytest")[1] == "-m"
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rows", "slow", "fails"]
+
+
+def test_a_stage_ends_after_nine_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taking_long(step: Step, out: Path) -> dict[str, Any]:
+        return {"step": step.name, "code": step.limit_s, "seconds": 400.5}
+
+    monkeypatch.setattr(leased, "run", taking_long)
+    steps = [Step(name, stage, ["false"], 300) for name, stage in (("a", "A"), ("b", "A"), ("c", "A"), ("d", "B"))]
+    run_all(parser_of(None).parse_args(["--out", str(tmp_path)]), lambda out: iter(steps))
+    assert {name: row["code"] for name, row in rows_of(tmp_path).items()} == {"a": 300, "b": 139, "c": 0, "d": 300}
+
+
+def test_tests_of_a_gpu_go_on_after_a_file_that_cannot_be_collected(tmp_path: Path) -> None:
+    (tests,) = (step for step in first_lease.steps(tmp_path, "llama3-8b") if step.name == "tests")
+    (line,) = re.findall(r"^gpu:\n\t.*\$\(PYTHON\) (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (tmp_path / "test_broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / "test_sound.py").write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_it(): pass\n")
+    for arguments in (tests.command[1:], line.split()):
+        assert arguments[-1].endswith("tests/gpu")
+        command = [sys.executable, *arguments[:-1], "-n", "0", "--rootdir", str(tmp_path), str(tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and "1 passed" in done.stdout and "nothing_of_this_name" in done.stdout, done.stdout
 
 
 def test_a_pipelines_losses_stand_beside_those_of_fsdp(tmp_path: Path) -> None:
