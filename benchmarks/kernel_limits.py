@@ -110,6 +110,8 @@ class Expected:
     time_s: float
     bound: str
     """What most of the time goes to."""
+    alone_s: Mapping[str, float]
+    """What it would take if nothing but this took time."""
 
     @property
     def share(self) -> float:
@@ -134,7 +136,7 @@ def expected(case: Case, on: Device) -> Expected:
     product = code.product_flops or case.tile_flops
     product *= case.turns / (CYCLE_FLOPS[case.rate] * clock)
     l2 = L2_CYCLE * MULTIPROCESSORS * clock
-    times: Counter[str] = Counter()
+    times, alone = Counter[str](), Counter[str]()
     left, full = case.programs, resident * MULTIPROCESSORS
     while left > 0:
         now = min(left, full)
@@ -148,13 +150,14 @@ def expected(case: Case, on: Device) -> Expected:
             "instructions": busiest * issue,
             "products": busiest * product,
         }  # fmt: skip
+        alone.update(wave)
         if busiest < 2 and product > 0:
             wave["instructions, then products"] = issue + product
         longest = max(wave, key=wave.__getitem__)
         times[longest] += wave[longest]
-    times["first and last copies"] = RAMP * (2 if case.left else 1)
+    times["first and last copies"] = alone["first and last copies"] = RAMP * (2 if case.left else 1)
     bound = max(times, key=times.__getitem__)
-    return Expected(resident, case.programs / full, limit, sum(times.values()), bound)
+    return Expected(resident, case.programs / full, limit, sum(times.values()), bound, alone)
 
 
 # ---- the kernels ---------------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ def w4a16(
     """groups: of ragged groups, their number and the rows to which each is filled up on average. experts: their number,
     of which each row goes to k, evenly. widest: by the tile of most columns, not by the best guess."""
     packed = packed_like(inputs, columns, ragged_chunk(4) if groups else 128, groups * filled // ragged_chunk(4))
-    groups, used = groups or inputs // 128, min(experts, rows * k) if experts else 1
+    groups, used = len(packed.words) if groups else inputs // 128, min(experts, rows * k) if experts else 1
     each = rows * k // used if experts else rows
     share = MULTIPROCESSORS // min(experts, 8) if experts else MULTIPROCESSORS
     tiles = triton_launch.tiles(each, packed, gated, share)
@@ -187,11 +190,13 @@ def w4a16(
     chunk, width = packed.chunk, tile.columns * (2 if gated else 1)
     weights = used * (4 * packed.words.numel() + 2 * columns * groups)
     rows_of = 2 * (rows * inputs + used * each * outputs)
+    # short chunks are computed several in a turn
+    chunk *= int(max(1, code.product_flops / (2 * tile.rows * chunk * width)))
     partial = 4 * 2 * tile.parts * used * each * columns * (tile.parts > 1)
     shape = f"{rows} x {inputs} x {columns}"
     return Case(
         name, f"{rows} tokens, {k} of {experts}, {inputs} x {columns}" if experts else shape, code,
-        blocks * tile.parts, len(packed.words) / tile.parts, chunk * width, weights + rows_of,
+        blocks * tile.parts, len(packed.words) * packed.chunk / chunk / tile.parts, chunk * width, weights + rows_of,
         2 * used * each * inputs * columns, 2 * tile.rows * chunk * width,
         chunk * (width / 2 + 2 * min(each, tile.rows)), left=partial,
     )  # fmt: skip
@@ -279,8 +284,9 @@ def outer(name: str, tokens: int, count: int, k: int, width: int, hidden: int) -
     )  # fmt: skip
 
 
-def fp8_product(name: str, m: int, n: int, k: int) -> Case:
-    tile = fp8_launch.tile((9, 0))
+def fp8_product(name: str, m: int, n: int, k: int, **sizes: int) -> Case:
+    """sizes: of the tile, where they are not the launcher's."""
+    tile = fp8_launch.tile((9, 0)) | sizes
     types = dict.fromkeys(("a", "b"), "*fp8e4nv") | dict.fromkeys(("a_scales", "b_scales"), "*fp32")
     code = compile_kernel(triton_fp8.multiply_kernel, dict(tile), "bf16", 90, 8, 3, types)
     bm, bn = tile["BLOCK_M"], tile["BLOCK_N"]
@@ -332,6 +338,7 @@ def cases() -> Iterator[Case]:
     yield experts("experts, training", 16384, 8, 2, 4096, 14336)
     yield outer("experts, gradients", 16384, 8, 2, 4096, 14336)
     yield fp8_product("fp8 product", 8192, 4096, 4096)
+    yield fp8_product("fp8 product, tiles of 256 columns", 8192, 4096, 4096, BLOCK_N=256)
     yield fp8_quantize("fp8 blocks", 8192, 4096)
     yield adamw("AdamW", 100_000_000)
 
@@ -348,7 +355,8 @@ def row(case: Case) -> dict[str, Any]:
     for name in DEVICES:
         result = expected(case, device(name))
         on[name] = {"limit_us": 1e6 * result.limit_s, "time_us": 1e6 * result.time_s, "share": result.share,
-                    "bound": result.bound, "waves": result.waves, "resident": result.resident}  # fmt: skip
+                    "bound": result.bound, "waves": result.waves, "resident": result.resident,
+                    "alone_us": {what: 1e6 * seconds for what, seconds in result.alone_s.items()}}  # fmt: skip
     return {
         "name": f"{case.kernel}: {case.shape}", "kernel": case.kernel, "shape": case.shape, "bytes": case.bytes,
         "flops": case.flops, "lane_operations": code.arithmetic(case.masked) * LANES * code.warps / case.elements,
@@ -366,7 +374,27 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{first['share']:.0%}", f"{second['limit_us']:.1f}", f"{second['share']:.0%}", second["bound"],
         ]  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_low(rows)])
+
+
+LOW = 0.6
+PARTS = ("memory", "L2 cache", "instructions", "products", "first and last copies")
+
+
+def _low(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A table of what takes the time of those that are expected to reach less than LOW of the limit."""
+    yield f"Those below {LOW:.0%}, on the device where they are lower; microseconds of each part alone:"
+    yield ""
+    yield f"| kernel | shape | of it | limit | expected | {' | '.join(PARTS)} | stack |"
+    yield "|---" * (6 + len(PARTS)) + "|"
+    for of in rows:
+        on = min((of["on"][name] for name in DEVICES), key=lambda on: on["share"])
+        if on["share"] >= LOW:
+            continue
+        alone = {"memory": 0.0} | on["alone_us"]
+        alone["memory"] += alone.pop("copies in flight", 0.0)
+        cells = [f"{number:.1f}" for number in (on["limit_us"], on["time_us"], *map(alone.__getitem__, PARTS))]
+        yield f"| {of['kernel']} | {of['shape']} | {on['share']:.0%} | {' | '.join(cells)} | {of['stack']} |"
 
 
 def main() -> None:

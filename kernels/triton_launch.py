@@ -83,11 +83,8 @@ def tiles(
                 shapes.append((2 * wide, 8, 3))
     else:
         shapes = [(wide, 8, 3)]
-    if packed.chunk == 32:
-        # A copy is a quarter as long: more of them are in flight.
-        shapes = [(columns, warps, stages + 4) for columns, warps, stages in shapes]
-        if capability >= (10, 0):  # the compiler of Triton 3.9 fails at such tiles
-            shapes = [shape for shape in shapes if shape[:2] != (128, 4)]
+    if packed.chunk == 32 and capability >= (10, 0):  # the compiler of Triton 3.9 fails at such tiles
+        shapes = [shape for shape in shapes if shape[:2] != (128, 4)]
     chunks = len(packed.words)
     candidates = []
     for width, warps, stages in shapes:
@@ -142,10 +139,9 @@ def launch_matmul(
         if blocks > arrived.numel():
             raise ValueError(f"{blocks} blocks are too many to split their inputs.")
     compiled = triton_quantized.matmul_kernel[(blocks, tile.parts)](
-        x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.pieces, packed.words),
-        _or(packed.bias, packed.scales), out, partial, arrived, *routing, rows, columns, inputs,
-        len(packed.words) // experts, packed.group_chunks, packed.first_chunk, blocks_m, experts,
-        len(packed.scales) // experts, num_warps=tile.warps, num_stages=tile.stages,
+        x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.bias, packed.scales), out, partial,
+        arrived, *routing, rows, columns, inputs, len(packed.words) // experts, packed.group_chunks, packed.first_chunk,
+        blocks_m, experts, len(packed.scales) // experts, num_warps=tile.warps, num_stages=tile.stages,
         **constants(packed, columns, gated, tile, x.is_cuda and x.dtype != torch.float32, sharing, large),
     )  # fmt: skip
     return out, compiled

@@ -9,7 +9,8 @@ share a row of a tensor-core tile; the words of one l are adjacent, so that a th
     16 (s // 2) + 4 l + 2 (s % 2) + {0, 1}           where it holds four (mma.sync), `quads`
 
 A chunk's rows belong to one group. Where groups are ragged, each is filled up to whole chunks of 32 rows with weights
-of zero; `pieces` says which inputs a chunk has, and `rows` which input each row multiplies.
+of zero; `pieces` says which inputs a chunk has, and `rows` which input each row multiplies. Each chunk then has scales
+and zeros of its own, where a kernel finds them without asking for the group first.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Packed:
     """A quantized weight packed for the Triton kernels.
 
     words: int32 [chunks, columns, chunk * width / 32]. scales: fp16 [groups, columns]. zeros: uint8 [groups, columns],
-    or None where all are 2**(bits - 1). pieces: int32 [3, chunks] where groups are ragged, each chunk's first input,
-    number of inputs and group, with rows: int64 [chunks * chunk]; else None: then chunk c belongs to group
-    (c + first_chunk) // group_chunks. bias: [columns] or None. width: bits of a field in `words` (3-bit codes use 4).
+    or None where all are 2**(bits - 1). Chunk c belongs to group (c + first_chunk) // group_chunks. pieces: int32
+    [2, chunks] where groups were ragged, each chunk's first input and number of inputs, with rows: int64 [chunks *
+    chunk]; else None. bias: [columns] or None. width: bits of a field in `words` (3-bit codes use 4).
     """
 
     words: Tensor
@@ -78,18 +79,18 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
     width = width_of(weight.bits)
     smallest = 128 // width  # four words of one output
     chunk, group_chunks, first_chunk = _regular(weight.group, smallest)
-    codes, pieces, rows = weight.codes, None, None
+    codes, scales, zeros, pieces, rows = weight.codes, weight.scales, weight.zeros, None, None
     if not chunk:
         chunk = ragged_chunk(width)
-        pieces = _pieces(weight.group, chunk)
-        begin, _, group = pieces.long()
-        rows = (begin[:, None] + torch.arange(chunk, device=begin.device)).flatten().clamp(max=weight.inputs - 1)
-        zeros = weight.zeros[group.repeat_interleave(chunk)]
-        codes = torch.where(_inside(pieces, chunk).view(-1, 1), codes[rows], zeros)
+        pieces, group = _pieces(weight.group, chunk)
+        rows = pieces[0, :, None].long() + torch.arange(chunk, device=pieces.device)
+        rows = rows.flatten().clamp(max=weight.inputs - 1)
+        scales, zeros = scales[group], zeros[group]
+        codes = torch.where(_inside(pieces, chunk).view(-1, 1), codes[rows], zeros.repeat_interleave(chunk, 0))
     return Packed(
         words=pack_words(codes, width, chunk, quads),
-        scales=weight.scales.to(torch.float16).contiguous(),
-        zeros=None if weight.symmetric else weight.zeros.contiguous(),
+        scales=scales.to(torch.float16).contiguous(),
+        zeros=None if weight.symmetric else zeros.contiguous(),
         pieces=pieces,
         bias=weight.bias,
         bits=weight.bits,
@@ -121,14 +122,14 @@ def _regular(group: Tensor, smallest: int) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
-def _pieces(group: Tensor, chunk: int) -> Tensor:
-    """`Packed.pieces` of rows sorted by group, where every group begins a chunk."""
+def _pieces(group: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """`Packed.pieces` of rows sorted by group, where every group begins a chunk, and the chunks' groups."""
     sizes = torch.bincount(group.long())
     chunks = (sizes + chunk - 1) // chunk
     of_chunk = torch.repeat_interleave(chunks)
     before = (torch.arange(len(of_chunk), device=group.device) - (chunks.cumsum(0) - chunks)[of_chunk]) * chunk
     begin = (sizes.cumsum(0) - sizes)[of_chunk] + before
-    return torch.stack([begin, (sizes[of_chunk] - before).clamp(max=chunk), of_chunk]).to(torch.int32)
+    return torch.stack([begin, (sizes[of_chunk] - before).clamp(max=chunk)]).to(torch.int32), of_chunk
 
 
 def _inside(pieces: Tensor, chunk: int) -> Tensor:
@@ -172,9 +173,9 @@ def unpack_words(packed: Packed) -> Tensor:
 
 
 def groups_of(packed: Packed) -> Tensor:
-    """The group of every input row, int32 [inputs]."""
+    """The group of every input row, int32 [inputs]; of ragged groups the chunk."""
     if packed.pieces is not None:
-        return packed.pieces[2].repeat_interleave(packed.pieces[1])
+        return torch.repeat_interleave(packed.pieces[1]).to(torch.int32)
     chunk = torch.arange(packed.inputs, device=packed.words.device) // packed.chunk
     return ((chunk + packed.first_chunk) // packed.group_chunks).to(torch.int32)
 

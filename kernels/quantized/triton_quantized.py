@@ -145,15 +145,6 @@ def unpack(words, zero, BITS: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.const
 
 
 @triton.jit
-def _group(c, pieces, chunks, group_chunks, first_chunk, RAGGED: tl.constexpr):
-    """The group of a chunk."""
-    if RAGGED:
-        return tl.load(pieces + 2 * chunks + c)
-    else:
-        return (c + first_chunk) // group_chunks
-
-
-@triton.jit
 def _dot(a, b, acc, FAST: tl.constexpr, PRECISION: tl.constexpr):
     if FAST:
         return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -168,7 +159,7 @@ def _silu_mul(gate, up):
 
 @triton.jit
 def matmul_kernel(
-    x, words, scales, zeros, pieces, bias, out, partial, arrived, order, starts, ends, experts, first_block,
+    x, words, scales, zeros, bias, out, partial, arrived, order, starts, ends, experts, first_block,
     M, N, K, chunks, group_chunks, first_chunk, blocks_m, count, groups,
     SHARING: tl.constexpr, BITS: tl.constexpr, MIDDLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, GATED: tl.constexpr, RAGGED: tl.constexpr, SYMMETRIC: tl.constexpr,
@@ -177,10 +168,9 @@ def matmul_kernel(
 ):  # fmt: skip
     """out[M, N] = x[M, K] @ W, or silu(x @ W[:, :N]) * (x @ W[:, N:]) where GATED.
 
-    words [chunks, columns, CHUNK * BITS / 32], columns N or 2N; scales, zeros [groups, columns]. If RAGGED, pieces[2]
-    [chunks] names each chunk's group, else chunk c belongs to group (c + first_chunk) // group_chunks. Grid: (m and n
-    blocks, splits). With SPLIT_K the last program of a block to arrive adds the partial sums [splits, 1 or 2, M, N] in
-    a fixed order.
+    words [chunks, columns, CHUNK * BITS / 32], columns N or 2N; scales, zeros [groups, columns]. Chunk c belongs to
+    group (c + first_chunk) // group_chunks, if RAGGED to its own. Grid: (m and n blocks, splits). With SPLIT_K the last
+    program of a block to arrive adds the partial sums [splits, 1 or 2, M, N] in a fixed order.
 
     With SHARING, words, scales and zeros are those of `count` experts one after another, and a block of rows is choices
     of one of them (see `triton_experts`): out[c] = x[c // SHARING] @ W of the expert of choice c. LARGE: x or out has
@@ -217,6 +207,7 @@ def matmul_kernel(
         columns = N
     WORDS: tl.constexpr = CHUNK * BITS // 32
     DTYPE: tl.constexpr = x.dtype.element_ty
+    TOGETHER: tl.constexpr = 2 if CHUNK == 32 else 1  # short chunks share a turn's barriers and counters
     if SHARING > 0:
         words += expert * chunks * columns * WORDS
         scales += expert * groups * columns
@@ -233,7 +224,10 @@ def matmul_kernel(
     empty = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
     # A group's scales and zeros are loaded one chunk ahead, so that no multiplication waits for them.
-    group = _group(first, pieces, chunks, group_chunks, first_chunk, RAGGED)
+    if RAGGED:
+        group = first
+    else:
+        group = (first + first_chunk) // group_chunks
     scale = tl.load(scales + group * columns + column)
     if not SYMMETRIC:
         zero = tl.load(zeros + group * columns + column)
@@ -242,7 +236,7 @@ def matmul_kernel(
         if not SYMMETRIC:
             zero_up = tl.load(zeros + group * columns + column + N)
 
-    for c in range(first, last):
+    for c in tl.range(first, last, loop_unroll_factor=TOGETHER):
         if ONE_PASS:
             packed = tl.load(word_at + c * (columns * WORDS), eviction_policy="evict_first")
         else:
@@ -257,7 +251,9 @@ def matmul_kernel(
                 packed_up = tl.load(word_at + (c * columns + N) * WORDS, eviction_policy="evict_first")
             else:
                 packed_up = tl.load(word_at + (c * columns + N) * WORDS)
-        now, group = scale, _group(tl.minimum(c + 1, last - 1), pieces, chunks, group_chunks, first_chunk, RAGGED)
+        now, group = scale, tl.minimum(c + 1, last - 1)
+        if not RAGGED:
+            group = (group + first_chunk) // group_chunks
         scale = tl.load(scales + group * columns + column)
         if SYMMETRIC:
             values = unpack(packed, middle, BITS, CHUNK, QUADS, FAST, DTYPE)
@@ -321,7 +317,7 @@ def dequantize_kernel(
     WORDS: tl.constexpr = CHUNK * BITS // 32
     DTYPE: tl.constexpr = out.dtype.element_ty
     packed = tl.load(words + (c * N + column)[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
-    at = _group(c, pieces, chunks, group_chunks, first_chunk, RAGGED) * N + column
+    at = (c + first_chunk) // group_chunks * N + column
     if SYMMETRIC:
         zero = tl.full((BLOCK_N,), MIDDLE, tl.int32)
     else:

@@ -48,7 +48,10 @@ def linear(inputs, outputs, bits=4, group_size=64, order=True, sym=False, bias=F
 def check(weight, rows, dtype, tile, gated=False, quads=False):
     packed = pack(weight.to(DEVICE), quads)
     back = unpack(packed)
-    assert torch.equal(back.codes.cpu(), weight.codes) and torch.equal(back.group.cpu(), weight.group)
+    assert torch.equal(back.codes.cpu(), weight.codes)
+    for name in ("scales", "zeros"):
+        own, packed_own = (getattr(of, name)[of.group.long()].cpu() for of in (weight, back))
+        assert torch.equal(packed_own, own.to(packed_own.dtype)), name
     x = torch.randn(rows, weight.inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     expected = reference_matmul(x.double(), weight)
     if gated:
