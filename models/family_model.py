@@ -180,6 +180,8 @@ class FamilyModel(ModelSpec):
                 parameter, part = parameter_of(home, outputs)
                 layers.append(Adaptable(path, outputs, inputs, sum(stack), head=head, theirs=home.module,
                                         router=leaf.dims[0] == "choice", parameter=parameter, part=part))  # fmt: skip
+        if c.tie_embeddings:
+            layers.append(Adaptable("output", c.vocab, c.width, head=True, theirs="lm_head", shares=True))
         return layers
 
     def folder_names(self) -> dict[str, str]:

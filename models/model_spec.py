@@ -7,6 +7,7 @@ properties needs no torch, unless a docstring says so.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,18 +200,19 @@ class ModelSpec(ABC):
 
         module = self.build()
         head: Any = getattr(module, "get_output_embeddings", lambda: None)()
+        owners = Counter(id(one) for layer in module.modules() for one in layer._parameters.values())
         layers = []
         for path, layer in module.named_modules():
             kind = type(layer).__name__
             linear = isinstance(layer, nn.Linear) and kind != "NonDynamicallyQuantizableLinear"
             weight, turned = getattr(layer, "weight", None), kind == "Conv1D"
+            shares = owners[id(weight)] > 1
             if path and isinstance(layer, nn.Embedding):
-                shares = any(getattr(one, "weight", None) is weight for one in module.modules() if one is not layer)
                 layers.append(Adaptable(path, layer.embedding_dim, layer.num_embeddings, turned=True, table=True,
                                         shares=shares))  # fmt: skip
             elif path and weight is not None and (linear or kind in ("Conv1D", "Linear")) and weight.dim() == 2:
                 outputs, inputs = weight.shape[::-1] if turned else weight.shape
-                layers.append(Adaptable(path, outputs, inputs, turned=turned, head=layer is head))
+                layers.append(Adaptable(path, outputs, inputs, turned=turned, head=layer is head, shares=shares))
         return layers
 
     def folder_names(self) -> Mapping[str, str]:

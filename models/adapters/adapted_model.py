@@ -48,9 +48,7 @@ class AdaptedModel(BasedModel):
         layers = [replace(one, path=whole, theirs=one.theirs and self._whole(one.path, one.theirs),
                           parameter=one.parameter and self._whole(one.path, one.parameter))
                   for whole, one in kept.items()]  # fmt: skip
-        tied = None if self.base.outline is None else self.base.tied  # a class of transformers has a layer for it
-        heads = () if tied is None else ("output", tied[0])
-        chosen = self.lora.adapters(layers, self.base.source.name or "the model", heads, self.base.shapes)
+        chosen = self.lora.adapters(layers, self.base.source.name or "the model", self.base.shapes)
         return {
             kept[one.layer.path].path: replace(one, layer=kept[one.layer.path],
                                                shared=one.shared and kept[one.shared].path)
@@ -161,6 +159,8 @@ class AdaptedModel(BasedModel):
             if not isinstance(layer, AdaptedLayer):
                 continue
             weight = named.get(f"{path}.weight")
+            if weight is None and layer.lora.layer.shares and self.base.tied is not None:
+                weight = named.get(self.base.tied[1])
             for leaf, dims in lora_leaves(layer.lora).items():
                 named.pop(f"{path}.{leaf}", None)
                 if weight is not None:

@@ -148,10 +148,10 @@ class Lora:
     """Whether a PEFT folder says all this, which uses its own names alone, and any rank."""
 
     def adapters(
-        self, adaptable: Iterable[Adaptable], model: str, heads: Sequence[str] = (), parameters: Iterable[str] = ()
+        self, adaptable: Iterable[Adaptable], model: str, parameters: Iterable[str] = ()
     ) -> tuple[Adapter, ...]:
-        """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit. heads:
-        the paths of a head that is no layer, since the embeddings' table is its weight. parameters: the model's."""
+        """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit.
+        parameters: the model's."""
         layers = list(adaptable)
         wrappers = self._wrappers(layers)
         chosen = [layer for layer in layers if layer.path in wrappers or self._targets(layer)]
@@ -160,13 +160,6 @@ class Lora:
         if isinstance(self.targets, tuple):
             for i, target in enumerate(self.targets):
                 if not any(self.is_target(target, layer) for layer in layers):
-                    if any(self._ends(target, head) for head in heads):
-                        errors.append(LoraError(
-                            f"`{target}` cannot have an adapter: its weight is the embeddings' too", f"targets.{i}",
-                            "the head is no layer of its own",
-                            "model.transformers, whose class has one; or modules_to_save, which trains both",
-                        ))  # fmt: skip
-                        continue
                     if any(picks(target, name) for name in parameters):
                         inside = any(self._ends(f"{target}.*", name) for layer in layers for name in self._names(layer))
                         errors.append(LoraError(
@@ -307,11 +300,6 @@ class Lora:
             raise LoraError(
                 f"rank {rank} is above the smaller side of `{layer.path}`, {layer.outputs} x {layer.inputs}", key,
                 "an adapter of that rank has more parameters than the layer needs", f"at most {least}",
-            )  # fmt: skip
-        if layer.table and layer.shares:
-            raise LoraError(
-                f"`{layer.path}` cannot have an adapter: its weight is another layer's too", "targets",
-                "merged into it, the adapter would change both", "modules_to_save, which trains both",
             )  # fmt: skip
         if layer.table and self.dora:
             raise LoraError(f"an embedding has no dora: `{layer.path}`", "dora", fix="leave it out, or the embedding")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.experts.expert_linear import expert_linear
 from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B
+from tpshard.models.families.decoder import Decoder
 
 
 class AdaptedLayer(nn.Module):
@@ -112,6 +113,8 @@ def _adapted_class(cls: type[nn.Module], mixed: type[AdaptedLayer]) -> type[nn.M
 
 def adapt(model: nn.Module, adapter: Adapter) -> None:
     """Gives a layer of a model its adapter, whose parameters are fp32 on `meta`."""
+    if adapter.layer.head and adapter.layer.shares and isinstance(model, Decoder):
+        model.give_head()
     module: Any = model.get_submodule(adapter.layer.path)
     layer = adapter.layer
     kind = _Weight if layer.experts or layer.router else _Table if layer.table else _Linear

@@ -15,9 +15,9 @@ ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 def merged_blocks(spec: AdaptedModel, read: ReadBlock) -> ReadBlock:
     """The reader of the base's parameters with the adapters in them. read: that of the base's parameters and of the
     adapters'. ValueError for an adapter of a layer that shares its weight with another."""
-    shared = [path for path in spec.adapters if f"{path}.weight" not in spec.base.shapes]
+    shared = [path for path, one in spec.adapters.items() if one.layer.shares]
     if shared:
-        raise ValueError(f"`{shared[0]}` shares its weight with another layer, which has no adapter")
+        raise ValueError(f"`{shared[0]}` shares its weight with another layer, which its adapter does not change")
 
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         path, _, leaf = name.rpartition(".")

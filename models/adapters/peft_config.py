@@ -25,7 +25,9 @@ def _numbers(value: Any) -> bool:
 READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda v: type(v) is int and v > 0, "a whole number above 0"),
     "lora_alpha": (lambda v: type(v) in (int, float) and v > 0, "a number above 0"),
-    "target_modules": (lambda v: isinstance(v, str) or _names(v), "a list of names, or a regular expression"),
+    "target_modules": (
+        lambda v: v is None or isinstance(v, str) or _names(v), "a list of names, or a regular expression",
+    ),
     "exclude_modules": (lambda v: v is None or isinstance(v, str) or _names(v), "names, or a regular expression"),
     "lora_dropout": (lambda v: type(v) in (int, float) and 0 <= v < 1, "a number from 0 to 1"),
     "use_rslora": (lambda v: isinstance(v, bool), "true or false"),
@@ -63,6 +65,13 @@ SAID = (
 
 
 CHANGES = "it begins by changing the base, of which the folder holds nothing; PEFT can save it as plain LoRA"
+BEGINNINGS = {**dict.fromkeys(("pissa", "olora", "corda", "loftq", "lora_ga"), CHANGES),
+              "mica": "its `lora_B` is frozen, and would be trained here"}  # fmt: skip
+"""Why ways to begin are not supported, by the start of their names."""
+
+
+def _begins(value: Any, way: str) -> bool:
+    return isinstance(value, str) and value.lower().startswith(way)
 
 
 def _shown(value: Any) -> str:
@@ -81,17 +90,18 @@ def read_config(folder: Path) -> dict[str, Any]:
                 raise ValueError(f"{folder / CONFIG}: `{name}: {_shown(value)}` is not {legal}")
         elif name in WHOLE:
             if value not in WHOLE[name]:
-                why = f": {CHANGES}" if name == "init_lora_weights" else ""
+                whys = [why for way, why in BEGINNINGS.items() if name == "init_lora_weights" and _begins(value, way)]
+                why = f": {whys[0]}" if whys else ""
                 raise ValueError(f"{folder / CONFIG}: `{name}: {_shown(value)}` is not supported{why}")
         elif name not in SAID and value not in (None, False, [], {}, ""):
             raise ValueError(f"{folder / CONFIG}: the field `{name}: {_shown(value)}` is not known")
     if "peft_type" not in raw:
         raise ValueError(f"{folder / CONFIG}: `peft_type` is missing")
-    if "target_modules" not in raw:
+    if raw.get("target_modules") is None and not raw.get("target_parameters"):
         raise ValueError(f"{folder / CONFIG}: `target_modules` is missing")
     if raw.get("layers_pattern") and raw.get("layers_to_transform") in (None, []):
         raise ValueError(f"{folder / CONFIG}: `layers_pattern` needs `layers_to_transform`")
-    if isinstance(raw["target_modules"], str) and raw.get("layers_to_transform") is not None:
+    if isinstance(raw.get("target_modules"), str) and raw.get("layers_to_transform") is not None:
         message = "`layers_to_transform` is for names in `target_modules`, not for a regular expression"
         raise ValueError(f"{folder / CONFIG}: {message}")
     return raw
@@ -99,7 +109,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def lora_of(raw: Mapping[str, Any]) -> Lora:
     """The adapters that `read_config` read."""
-    targets, layers = raw["target_modules"], raw.get("layers_to_transform")
+    targets, layers = raw.get("target_modules") or (), raw.get("layers_to_transform")
     excluded, lists = raw.get("exclude_modules") or (), raw.get("layers_pattern") or ()
     return Lora(
         rank=raw.get("r", 8), alpha=float(raw.get("lora_alpha", 8)),

@@ -53,6 +53,11 @@ class PeftFolder:
         try:
             spec = AdaptedModel(base, peft_config.lora_of(raw))
             spec.check()
+            if raw.get("ensure_weight_tying") and (tied := [n for n, one in spec.adapters.items() if one.layer.shares]):
+                raise ValueError(
+                    f"`ensure_weight_tying` with an adapter of `{tied[0]}`, whose weight another layer has: PEFT gives"
+                    " both one memory, which it updates twice a step, and cannot read again what it writes"
+                )
         except ValueError as error:
             raise ValueError(f"{folder / peft_config.CONFIG}: {error}") from error
         adapters = PeftFolder(folder, spec)
@@ -101,8 +106,8 @@ class PeftFolder:
         module, of_base, leaf = name.partition(".base_layer.")
         path = next((p for p, one in self.spec.adapters.items() if module in one.layer.names), None)
         parameter = f"{path}.{leaf}"
-        if of_base and parameter not in self.spec.base.shapes and (tied := self.spec.base.tied) is not None:
-            parameter = tied[1] if parameter == f"{tied[0]}.weight" else parameter
+        if path is not None and (head := self.spec.adapters[path].layer).head and head.shares:
+            parameter = (self.spec.base.tied or "")[1]
         shape = self.spec.base.shapes.get(parameter)
         if not of_base or shape is None or self.stored[name][1]["shape"] != list(shape):
             return False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpshard.kernels.attention.attention import attention
 from tpshard.models.dims import name
 from tpshard.models.families.config import ModelConfig
-from tpshard.models.families.layers import Parts
+from tpshard.models.families.layers import Linear, Parts
 from tpshard.models.families.mlp import MLPS
 from tpshard.models.families.rope import rotate, rotation
 from tpshard.models.objectives.chunked_head import Unprojected, project
@@ -81,6 +81,13 @@ class Decoder(nn.Module):
         self.output = parts.optional("output")
         if self.output is not None:
             self.output.product = project  # type: ignore[assignment]
+
+    def give_head(self) -> None:
+        """Makes a head whose weight is the embeddings' table a layer of its own, such as one that has an adapter."""
+        c = self.config
+        self.output = Linear(c.width, c.vocab, ("vocab", "embed"))
+        self.output.weight = self.tok_embed.weight  # type: ignore[assignment]
+        self.output.product = project
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None

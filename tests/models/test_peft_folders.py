@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tpshard.cli.shared.adapted_sources import whole_blocks
 from tpshard.files.folder_json import FolderError
 from tpshard.models.adapters.adapted_model import AdaptedModel
-from tpshard.models.adapters.lora import Lora, LoraError
+from tpshard.models.adapters.lora import Lora
 from tpshard.models.adapters.merging import merged_blocks
 from tpshard.models.adapters.peft_config import CONFIG, lora_of, read_config
 from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
@@ -82,6 +82,8 @@ def test_what_is_written_is_read_and_merged(name: str, lora: Lora, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("change", "says"), [
+    ({"target_modules": None}, "`target_modules` is missing"), ({"init_lora_weights": "mica"}, "`lora_B` is frozen"),
+    ({"init_lora_weights": "new"}, "`init_lora_weights: new` is not supported$"),
     ({"use_dora": 3}, "`use_dora: 3`"), ({"bias": "all"}, "`bias: all`"), ({"init_lora_weights": "pissa"}, "pissa"),
     ({"target_parameters": ["mlp.w"]}, "target_parameters"), ({"brand_new": 1}, "`brand_new: 1` is not known"),
     ({"peft_type": "IA3"}, "IA3"), ({"r": 5}, r"\[4, 32\], the model makes it \[5, 32\]"),
@@ -157,12 +159,19 @@ def test_heads_and_tied_embeddings_are_those_of_peft(name: str, settings: dict[s
         assert torch.allclose(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_tied_head_has_an_adapter_in_a_class_alone(tmp_path: Path) -> None:
-    """It is not merged, since the table would have it too; PEFT saves the head's weight beside it."""
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("targets", [["lm_head"], ["embeddings"], ["lm_head", "embeddings"]])
+def test_tied_embeddings_have_adapters_of_their_own(
+    name: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not merged, since the other would have them too; PEFT saves the shared weight beside them."""
     peft = pytest.importorskip("peft")
-    place = architectures.folder(tmp_path / "base", "gpt2", weights=True)
+    monkeypatch.setitem(architectures.CONFIGS, name, architectures.config_of(name) | {"tie_word_embeddings": True})
+    place = architectures.folder(tmp_path / "base", name, weights=True)
+    table = {"gpt2": "wte", "llama": "embed_tokens"}[name]
+    targets = [table if one == "embeddings" else one for one in targets]
     model = peft.get_peft_model(
-        architectures.own("gpt2").from_pretrained(place), peft.LoraConfig(r=2, target_modules=["lm_head"])
+        architectures.own(name).from_pretrained(place), peft.LoraConfig(r=2, target_modules=targets)
     )
     for i, one in enumerate(p for p in model.parameters() if p.requires_grad):
         one.data = torch.randn(one.shape, generator=torch.Generator().manual_seed(i)) * 0.1
@@ -179,9 +188,13 @@ def test_a_tied_head_has_an_adapter_in_a_class_alone(tmp_path: Path) -> None:
         assert torch.allclose(own(tokens), model(tokens).logits, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="shares its weight"):
         merged_blocks(adapters.spec, value)
-    family = open_model(architectures.folder(tmp_path / "llama", "llama", tie_word_embeddings=True))
-    with pytest.raises(LoraError, match="`lm_head` cannot have an adapter: its weight is the embeddings' too"):
-        AdaptedModel(family, Lora(targets=("wq", "lm_head"))).check()
+    write_peft(adapters.spec, adapters.read, tmp_path / "again", base=str(place))
+    again = PeftFolder.of(tmp_path / "again", base)
+    assert again.places == adapters.places
+    raw = json.loads((tmp_path / "peft" / CONFIG).read_text())
+    (tmp_path / "peft" / CONFIG).write_text(json.dumps(raw | {"ensure_weight_tying": True}))
+    with pytest.raises(ValueError, match="`ensure_weight_tying` with an adapter of"):
+        PeftFolder.of(tmp_path / "peft", base)
 
 
 def test_a_class_begins_from_a_folder_that_a_family_computes_too(tmp_path: Path) -> None:
@@ -202,6 +215,7 @@ def test_a_class_begins_from_a_folder_that_a_family_computes_too(tmp_path: Path)
 @pytest.mark.parametrize(("name", "settings"), [
     ("mixtral", {"target_modules": "all-linear", "r": 4}),  # experts and routers, as `target_parameters`
     ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
+    ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight", "down_proj.weight"]}),
     ("qwen3_moe", {"target_modules": [], "target_parameters": ["gate_up_proj", "o_proj.weight"]}),
     ("qwen2_moe", {"target_modules": ["shared_expert_gate"]}),  # of one output, below the rank
 ])  # fmt: skip
@@ -223,6 +237,10 @@ def test_adapters_of_parameters_are_those_of_peft(name: str, settings: dict[str,
     def block(one: str, *at: Any) -> torch.Tensor:
         return (adapters if one in adapters.places else weights).block(one, *at).float()
 
+    if not settings["target_modules"]:  # as PEFT writes it of a class that it does not know
+        raw = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(raw | {"target_modules": None}))
+        assert PeftFolder.of(folder, base).spec.adapters == adapters.spec.adapters
     for spec, read in ((base, merged_blocks(adapters.spec, block)), (adapters.spec, block)):
         filled = fill(spec.build(), lambda n, a, b, dtype, read=read: read(n, a, b).to(dtype), "cpu").eval()
         with torch.no_grad():
@@ -285,10 +303,3 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     other = open_model(architectures.folder(tmp_path / "other", "llama", hidden_size=64))
     with pytest.raises(ValueError, match="adapters of another model"):
         PeftFolder.of(folder, other)
-
-
-def test_embeddings_that_another_layer_shares_have_no_adapter(tmp_path: Path) -> None:
-    for name, table, tied in (("llama", "tok_embed", {"tie_word_embeddings": True}), ("gpt2", "wte", {})):
-        base = open_model(architectures.folder(tmp_path / name, name, **tied))
-        with pytest.raises(LoraError, match="its weight is another layer's too"):
-            AdaptedModel(base, Lora(2, 2.0, (table,))).check()

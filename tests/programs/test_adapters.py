@@ -92,6 +92,7 @@ CASES = [
     ("gpt2", "transformers", ("adapters.lora.modules_to_save=[ln_f]",)),
     ("llama", "hf", ("adapters.lora.targets=[embed_tokens, wq]",)),
     ("gpt2", "transformers", ("adapters.lora.targets=[wpe, c_attn]",)),
+    ("gpt2", "transformers", ("adapters.lora.targets=[wte, lm_head]",)),
 ]  # fmt: skip
 
 
@@ -120,6 +121,7 @@ FUSED = [
     ("mixtral", "targets=[gate_up_proj, down_proj, wq]"),
     ("qwen3_moe", "targets=[experts.gate_up_proj, router]"),
     ("gpt_bigcode", "targets=[c_attn, c_fc]"), ("gpt_bigcode", "dora=true"),
+    ("gpt_bigcode", "targets=[wte, lm_head, c_attn]"),
 ]  # fmt: skip
 
 
