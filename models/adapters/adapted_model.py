@@ -48,7 +48,8 @@ class AdaptedModel(BasedModel):
         layers = [replace(one, path=whole, theirs=one.theirs and self._whole(one.path, one.theirs),
                           parameter=one.parameter and self._whole(one.path, one.parameter))
                   for whole, one in kept.items()]  # fmt: skip
-        chosen = self.lora.adapters(layers, self.base.source.name or "the model", self.base.shapes)
+        name, some = self.base.source.name or "the model", self.numbers is not None
+        chosen = self.lora.adapters(layers, name, self.base.shapes, some=some)
         return {
             kept[one.layer.path].path: replace(one, layer=kept[one.layer.path],
                                                shared=one.shared and kept[one.shared].path)

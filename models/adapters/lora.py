@@ -148,16 +148,16 @@ class Lora:
     """Whether a PEFT folder says all this, which uses its own names alone, and any rank."""
 
     def adapters(
-        self, adaptable: Iterable[Adaptable], model: str, parameters: Iterable[str] = ()
+        self, adaptable: Iterable[Adaptable], model: str, parameters: Iterable[str] = (), *, some: bool = False
     ) -> tuple[Adapter, ...]:
         """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit.
-        parameters: the model's."""
+        parameters: the model's. some: whether these are not all of its layers, so that a name may be of others."""
         layers = list(adaptable)
         wrappers = self._wrappers(layers)
         chosen = [layer for layer in layers if layer.path in wrappers or self._targets(layer)]
         several = [*dict.fromkeys(_short(layer) for layer in layers if not layer.table)]
         errors: list[TrainedError] = []
-        if isinstance(self.targets, tuple):
+        if isinstance(self.targets, tuple) and not some:
             for i, target in enumerate(self.targets):
                 if not any(self.is_target(target, layer) for layer in layers):
                     if any(picks(target, name) for name in parameters):
@@ -177,12 +177,12 @@ class Lora:
                         f"its linear layers are {', '.join(several)}",
                         f"did you mean `{close}`?" if close else f"{ALL_LINEAR}, or some of these",
                     ))  # fmt: skip
-        for parameter in self.parameters:
+        for parameter in () if some else self.parameters:
             if not any(_ends(parameter, layer.parameter) for layer in layers):
                 errors.append(
                     LoraError(f"`target_parameters`: `{parameter}` can have no adapter in {model}", "targets")
                 )
-        if not chosen:
+        if not chosen and not some:
             raise_all(errors)
             named = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
             message, why = f"`{named}` names no linear layer of {model}", f"these are {', '.join(several)}"
@@ -191,16 +191,21 @@ class Lora:
             elif not isinstance(self.targets, str):
                 message, why = f"`{named}` has no adapter", "`modules_to_save` trains it in full, or it is excluded"
             raise LoraError(message, "targets", why, f"{ALL_LINEAR}, or some of these")
-        for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
-            for pattern in patterns:
-                if not any(
-                    _pattern(pattern, name)
-                    for layer in chosen
-                    for name in self._of_patterns(layer, wrappers.get(layer.path, ""))
-                ):
-                    errors.append(LoraError(f"`{pattern}` matches no layer with an adapter", f"{key}.{pattern}",
-                                            f"these have one: {', '.join(dict.fromkeys(map(_short, chosen)))}")
-                                 )  # fmt: skip
+        called = [self._of_patterns(layer, wrappers.get(layer.path, "")) for layer in chosen]
+        of_some = () if some else (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern))
+        for key, patterns in of_some:
+            used = {_of_pattern(patterns, names, 0)[0] for names in called}
+            for pattern in (one for one in patterns if one not in used):
+                if not any(_pattern(pattern, name) for names in called for name in names):
+                    errors.append(LoraError(
+                        f"`{pattern}` matches no layer with an adapter", f"{key}.{pattern}",
+                        f"these have one: {', '.join(dict.fromkeys(map(_short, chosen)))}",
+                    ))  # fmt: skip
+                elif not self.of_folder:
+                    errors.append(LoraError(
+                        f"`{pattern}` decides nothing", f"{key}.{pattern}",
+                        "an earlier pattern picks the same layers", "put it before that, or leave it out",
+                    ))  # fmt: skip
         made: list[Adapter] = []
         owners: dict[str, str] = {}
         for layer in chosen:

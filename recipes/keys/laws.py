@@ -29,7 +29,7 @@ from tpshard.recipes.keys.schedule_laws import schedule_in_run, stages_have_a_le
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.stores import is_url, without_secrets, wrong_store
 from tpshard.recipes.keys.violation import Law, violation
-from tpshard.recipes.text.section import default_of
+from tpshard.recipes.text.section import Section, default_of
 from tpshard.recipes.text.write import MASK, secrets_of
 
 
@@ -224,27 +224,40 @@ def known_store(recipe: Recipe) -> Iterator[Diagnostic]:
         yield Diagnostic(f"`run.dir` names no object store: {wrong[0]}", where=where, fix=wrong[1])
 
 
+def _places(recipe: Recipe) -> Iterator[tuple[str, object]]:
+    """Each key that names a file or a folder, with what is written there."""
+    parts: dict[str, Section] = {key: getattr(recipe, key) for key in ("data", "model", "serve", "train", "run")}
+    parts |= {f"data.sources.{i}": one for i, one in enumerate(recipe.data.sources)}
+    for section, part in parts.items():
+        stored = part.stored()
+        for key in part.paths:
+            value = stored[key]
+            named = value.items() if isinstance(value, Mapping) else [("", value)]
+            yield from ((f"{section}.{key}.{name}".rstrip("."), one) for name, one in named)
+
+
+def places_are_named(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Refuses empty names of files and folders, which would mean the folder in which a command runs."""
+    for key, written in _places(recipe):
+        if isinstance(written, str) and not written.strip():
+            yield violation(recipe, key, f"`{key}` is empty", fix="name it; `.` is the folder of the command")
+
+
 def files_on_this_host(recipe: Recipe) -> Iterator[Diagnostic]:
     """Refuses names of files and folders that are URLs: only a run and its checkpoints are in object stores."""
-    for section in ("data", "model", "serve"):
-        part = getattr(recipe, section)
-        stored = part.stored()
-        named = [(key, stored[key]) for key in part.paths if not isinstance(stored[key], Mapping)]
-        named += [(f"{key}.{name}", one) for key in part.paths if isinstance(stored[key], Mapping)
-                  for name, one in stored[key].items()]  # fmt: skip
-        for key, written in named:
-            if not isinstance(written, str) or not is_url(written):
-                continue
-            wrong = wrong_store(re.sub(r"\$\{[^}]*\}", "x", written))
-            if (section, key) == ("serve", "checkpoint") and wrong is None:
-                continue
-            where = recipe.where(f"{section}.{key}")
-            where = replace(where, text=without_secrets(where.text), width=min(where.width, len(where.text)))
-            yield Diagnostic(
-                f"`{section}.{key}` is not on this machine", where=where,
-                why="of object stores only runs and checkpoints are read" if wrong is None else wrong[0],
-                fix="copy it to a folder with the store's own tool, and name that",
-            )  # fmt: skip
+    for key, written in _places(recipe):
+        if key in ("run.dir", "train.init_from") or not isinstance(written, str) or not is_url(written):
+            continue
+        wrong = wrong_store(re.sub(r"\$\{[^}]*\}", "x", written))
+        if key == "serve.checkpoint" and wrong is None:
+            continue
+        where = recipe.where(key)
+        where = replace(where, text=without_secrets(where.text), width=min(where.width, len(where.text)))
+        yield Diagnostic(
+            f"`{key}` is not on this machine", where=where,
+            why="of object stores only runs and checkpoints are read" if wrong is None else wrong[0],
+            fix="copy it to a folder with the store's own tool, and name that",
+        )  # fmt: skip
 
 
 def groups_have_a_rate(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -323,6 +336,10 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (settings_are_read, READ),
     (pipeline_is_possible, PIPELINE),
     (known_store, ("run.dir",)),
+    (
+        places_are_named,
+        ("data", "model", "serve.checkpoint", "serve.adapters", "serve.adapter_root", "train.init_from", "run.dir"),
+    ),
     (files_on_this_host, ("data", "model", "serve.checkpoint", "serve.adapters", "serve.adapter_root")),
     (groups_have_a_rate, ("optimizer",)),
     (adapters_have_room, ("name", "serve")),

@@ -49,6 +49,13 @@ def test_the_folders_names_mean_the_same_in_some_of_the_layers(tmp_path: Path) -
         assert fewer is not None
         expected = {name.replace(f"layers.{layer}.", "layers.0.") for name in spec.frozen if f"layers.{layer}." in name}
         assert fewer.frozen == expected and len(expected) == (1, 9)[layer]
+    lora = Lora(4, 4.0, ("q_proj", "model.layers.1.mlp.up_proj"), rank_pattern={"layers.1.attention.wq": 2})
+    for layer, ranks in ((0, {"attention.wq": 4}), (1, {"attention.wq": 2, "mlp.up": 4})):
+        fewer = AdaptedModel(base, lora).keep([layer])
+        assert fewer is not None
+        assert {path: one.rank for path, one in fewer.adapters.items()} == {
+            f"layers.0.{n}": r for n, r in ranks.items()
+        }
 
 
 @pytest.mark.parametrize(("name", "lora"), [

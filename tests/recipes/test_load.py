@@ -356,3 +356,15 @@ def test_tokens_say_how_many_steps_a_run_has() -> None:
             loads(text + both)
         (one,) = refused.value.diagnostics
         assert one.where is not None and (one.where.line, one.where.col) == place
+
+
+@pytest.mark.parametrize(("said", "key"), [
+    ("data: {source: ''}", "data.source"), ("train: {init_from: ' '}", "train.init_from"),
+    ("run: {dir: ''}", "run.dir"),
+    ("data: {sources: [{source: ''}]}", "data.sources.0.source"), ("serve: {adapters: {a: ''}}", "serve.adapters.a"),
+])  # fmt: skip
+def test_an_empty_name_of_a_file_is_not_the_folder_of_the_command(said: str, key: str) -> None:
+    with pytest.raises(Mistakes) as refused:
+        loads(f"model: {{preset: tiny}}\n{said}")
+    one = next(one for one in refused.value.diagnostics if one.message == f"`{key}` is empty")
+    assert one.where is not None and one.where.line == 2 and one.where.col > 6
