@@ -33,19 +33,20 @@ def variance(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
     """Computes var.correction as the mean of squared deviations."""
-    dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
-    count = math.prod(x.shape[d] for d in dims)
-    deviation = x - x.mean(dims, keepdim=True)
-    squares = (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
-    return squares.sum(dims, keepdim=keepdim) / max(0.0, count - (1 if correction is None else correction))
+    return variance_and_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 def variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes var_mean.correction by `variance` and a mean."""
-    dims = list(range(x.dim())) if not dim else list(dim)
-    return variance(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
+    """Computes var_mean.correction by the mean of squared deviations from the mean, of which there is one."""
+    dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
+    count = math.prod(x.shape[d] for d in dims)
+    mean = x.mean(dims, keepdim=True)
+    deviation = x - mean
+    squares = (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
+    spread = squares.sum(dims, keepdim=keepdim) / max(0.0, count - (1 if correction is None else correction))
+    return spread, mean if keepdim else mean.squeeze(dims)
 
 
 def _statistics_dims(x: Tensor) -> list[int]:
@@ -305,10 +306,15 @@ def convolution_backward(
     """
     to_x = to_weight = to_bias = None
     sizes, back = list(zip(x.shape[2:], grad.shape[2:])), [0] * (x.dim() - 2)
+    reach = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding)]
+    reads = not transposed and groups == 1 and x.shape[1] > grad.shape[1]  # fewer channels cross between devices
     if output_mask[0] and not transposed:
         spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:])]
         back = [n - ((m - 1) * s - 2 * p + span) for (n, m), s, p, span in zip(sizes, stride, padding, spans)]
-    if output_mask[0]:
+    if output_mask[0] and reads and {*stride} == {1} and min(reach) >= 0:
+        mirrored = weight.flip(list(range(2, x.dim()))).transpose(0, 1)
+        to_x = aten.convolution.default(grad, mirrored, None, stride, reach, dilation, False, [0] * len(reach), 1)
+    elif output_mask[0]:
         to_x = aten.convolution.default(
             grad, weight, None, stride, padding, dilation, not transposed, back, groups
         )  # fmt: skip
