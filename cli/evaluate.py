@@ -108,7 +108,8 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
 
 def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
     """The recipe by which a stored model is evaluated: its run's, or for a Hugging Face folder a short one."""
-    from tpshard.cli.shared.preflight import model_errors, on_this_host
+    from tpshard.cli.preflight.model_checks import model_errors
+    from tpshard.cli.preflight.preflight import on_this_host
     from tpshard.cli.shared.sources import ADAPTERS, MANIFEST, holds_model, open_source, opened_location, run_recipe
     from tpshard.recipes.reading.load import load, loads, with_changes
 

@@ -64,7 +64,7 @@ def refuse_checkpoint(recipe: str) -> None:
 
 def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     """Starts a recipe's workers on this host, and returns the run's exit code."""
-    from tpshard.cli.shared.preflight import require_beginning, require_weights
+    from tpshard.cli.preflight.model_checks import require_beginning, require_weights
     from tpshard.cli.shared.worker_errors import device_kind, workers_of
     from tpshard.devices import machine
     from tpshard.parallelism.runtime.cores import sharing_note
@@ -102,7 +102,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
     from tpshard.parallelism.runtime.worker import run_worker
 
     def body() -> int:
-        from tpshard.cli.shared.preflight import load_checked
+        from tpshard.cli.preflight.preflight import load_checked
         from tpshard.cli.shared.worker_errors import device_of_worker
         from tpshard.plan import saved_plan
         from tpshard.train.run.run_plan import PlanOfRun

@@ -24,7 +24,8 @@ def validate(files: Files, as_json: Json = False) -> int:
     An argument of the form key.path=value overrides that key in all of them.
     """
     from tpshard.cli.main import report
-    from tpshard.cli.shared.preflight import load_checked, trained_here
+    from tpshard.cli.preflight.model_checks import trained_here
+    from tpshard.cli.preflight.preflight import load_checked
 
     overrides = [name for name in files if "=" in name or name.endswith(TEXTS)]
     recipes = [name for name in files if name not in overrides]

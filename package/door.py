@@ -39,7 +39,7 @@ def _fitting(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
     warnings are `RecipeWarning`s."""
     import warnings
 
-    from tpshard.cli.shared.preflight import model_errors
+    from tpshard.cli.preflight.model_checks import model_errors
     from tpshard.diagnostics.diagnostic import Mistakes
 
     recipe = load(recipe) if isinstance(recipe, (str, os.PathLike)) else recipe

@@ -101,7 +101,7 @@ def refuse_unread(command: str, overrides: Sequence[str] | None, read: Sequence[
 
 def carried_files(recipe: str, overrides: Sequence[str]) -> list[str]:
     """The override that names the tokenizer that a recipe's run carries, if there is one."""
-    from tpshard.cli.shared.preflight import on_this_host
+    from tpshard.cli.preflight.preflight import on_this_host
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
     from tpshard.programs.fit.recipe_model import carried_by
     from tpshard.recipes.reading.load import examine
@@ -134,7 +134,7 @@ def load(
     Raises `Mistakes` when the recipe is wrong.
     """
     from tpshard.cli.main import report
-    from tpshard.cli.shared.preflight import load_checked
+    from tpshard.cli.preflight.preflight import load_checked
 
     changes = list(overrides or ())
     if recipe is not None and "=" in recipe and not Path(recipe).exists():

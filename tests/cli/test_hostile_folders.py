@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tpshard.cli.convert import check_tokenizer
 from tpshard.cli.main import run
-from tpshard.cli.shared.preflight import load_checked
+from tpshard.cli.preflight.preflight import load_checked
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import to_hf

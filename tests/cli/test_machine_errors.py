@@ -50,7 +50,7 @@ def test_limits_of_the_machine_are_5(
     def limited(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("tpshard.cli.shared.preflight.load_checked", limited)
+    monkeypatch.setattr("tpshard.cli.preflight.preflight.load_checked", limited)
     assert main.run(["validate", "tiny"]) == Exit.MACHINE
     assert words in capsys.readouterr().err
     text, code = describe(error)
@@ -71,7 +71,7 @@ def test_an_error_is_reported_without_memory_for_it(
     def empty(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("tpshard.cli.shared.preflight.load_checked", empty)
+    monkeypatch.setattr("tpshard.cli.preflight.preflight.load_checked", empty)
     monkeypatch.setattr(main, "report", empty)
     assert main.run(["validate", "tiny"]) == Exit.MACHINE
     assert "no more memory" in capsys.readouterr().err

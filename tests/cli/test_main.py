@@ -66,7 +66,7 @@ def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsy
     def break_down(*_: object, **__: object) -> None:
         raise RuntimeError("oh")
 
-    monkeypatch.setattr("tpshard.cli.shared.preflight.load_checked", break_down)
+    monkeypatch.setattr("tpshard.cli.preflight.preflight.load_checked", break_down)
     assert main.run(["validate", "tiny", "serve.api_key=hunter2"]) == Exit.BUG
     printed = capsys.readouterr().err
     assert "RuntimeError: oh" in printed and "a bug in tpshard" in printed
@@ -77,7 +77,7 @@ def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tpshard.cli.shared.preflight.load_checked", interrupt)
+    monkeypatch.setattr("tpshard.cli.preflight.preflight.load_checked", interrupt)
     assert main.run(["validate", "tiny"]) == Exit.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 

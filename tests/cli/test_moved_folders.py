@@ -11,7 +11,7 @@ import pytest
 import torch
 from tpshard.cli.evaluate import recipe_of
 from tpshard.cli.main import run
-from tpshard.cli.shared.preflight import load_checked
+from tpshard.cli.preflight.preflight import load_checked
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import from_hf, to_hf

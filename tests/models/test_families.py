@@ -121,6 +121,6 @@ def test_a_leaf_that_is_not_described_is_not_made() -> None:
 
 
 def test_descriptions_and_recipes_need_no_torch() -> None:
-    modules = ("programs.fit.fit", "recipes.reading.document", "models.folders.hf_config", "cli.shared.preflight")
+    modules = ("programs.fit.fit", "recipes.reading.document", "models.folders.hf_config", "cli.preflight.preflight")
     code = f"import sys, {', '.join(f'tpshard.{module}' for module in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.cli.shared.preflight import model_errors
+from tpshard.cli.preflight.model_checks import model_errors
 from tpshard.parallelism.pricing.cost import Efficiency
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan import command, planner

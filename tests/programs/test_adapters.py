@@ -8,7 +8,7 @@ import architectures
 import gptq_folders
 import pytest
 import torch
-from tpshard.cli.shared.preflight import load_checked
+from tpshard.cli.preflight.preflight import load_checked
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.peft_folder import PeftFolder, write_peft

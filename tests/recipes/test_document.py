@@ -8,8 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from tpshard.cli.preflight.model_checks import model_errors
 from tpshard.cli.shared.completion import completions
-from tpshard.cli.shared.preflight import model_errors
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.document import json_schema, keys, texts
 from tpshard.recipes.reading.extends import builtins

@@ -15,7 +15,7 @@ import pytest
 import torch
 from servers import Lockstep, programs_of, setting
 from tpshard.cli.main import run as tpshard
-from tpshard.cli.shared.preflight import adapter_errors
+from tpshard.cli.preflight.model_checks import adapter_errors
 from tpshard.cli.shared.serve_worker import stored_weights
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes

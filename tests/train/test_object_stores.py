@@ -16,7 +16,7 @@ from forked import python
 from local_store import BUCKET, SECRETS, LocalStore, enter, local_store
 from test_checkpoint import assert_holds, model, save_on, shards
 from tpshard.cli.main import run
-from tpshard.cli.shared.preflight import load_checked
+from tpshard.cli.preflight.preflight import load_checked
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.context import Context
 from tpshard.recipes.keys.stores import wrong_store
