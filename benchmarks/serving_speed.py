@@ -130,6 +130,8 @@ def peer_model(folder: Path, compiled: bool, threads: int) -> Any:
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if compiled:
+        # torch may take code of other vector instructions from its usual cache, which corrupts memory
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "compiled")
         model.forward = torch.compile(model.forward, dynamic=True)
     return model
 

@@ -239,7 +239,7 @@ def passes(setting: ServeSetting, arrangement: Arrangement, size: Size) -> list[
         step_kernels.store_norms_in_order,
         partial(step_kernels.quantize, weights=weights, kind=kind, invariant=invariant, parts=setting.parts(size.rows)),
         partial(step_kernels.quantize_experts, weights=weights, invariant=invariant),
-        *([partial(join, weights=weights) for join in step_kernels.JOINS] if kind != "cpu" else []),
+        *[partial(join, weights=weights) for join in step_kernels.JOINS],
         *(FEWER if kind != "cpu" else []),
         *([partial(step_kernels.fix_rows, kind=kind)] if invariant else []),
     ]

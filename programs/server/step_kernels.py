@@ -178,8 +178,9 @@ def fix_rows(edited: Edited, node: fx.Node, kind: str) -> None:
     if kind != "cpu" or weight not in edited.ports or packed is None:
         return
     port = edited.ports[weight]
-    held = port.local_bytes * packed.itemsize // dtype.itemsize
-    node.args = (rows, edited.hold(weight, Held("onednn", held, (port.name,))))
+    size = port.local_bytes * packed.itemsize // dtype.itemsize
+    held = Held("onednn", size, (port.name,)) if port.held is None else replace(port.held, form="onednn", bytes=size)
+    node.args = (rows, edited.hold(weight, held))
 
 
 @at_each_call
@@ -309,7 +310,7 @@ def join_gates(edited: Edited, node: fx.Node, weights: Mapping[str, Coded]) -> N
 
 
 def join_products(program: Program, weights: Mapping[str, Coded]) -> Program:
-    """Makes products of one value by several weights one launch: q, k and v, or gate and up that are not quantized."""
+    """Makes products of one value by several weights one: q, k and v, or gate and up, unless `join_gates` did."""
     edited = Edited(program)
     alike: dict[Any, list[fx.Node]] = {}
     for node in edited.calls:
@@ -354,10 +355,12 @@ def _biased(edited: Edited, products: Sequence[fx.Node]) -> list[fx.Node] | None
 def _joinable(edited: Edited, node: fx.Node, weights: Mapping[str, Coded]) -> Any:
     """A key that is equal for products whose weights can be one matrix; None for another node, or a weight that others
     read too."""
-    port = edited.ports.get(node.args[1]) if node.target in (linear, quantized_linear) else None  # type: ignore[arg-type]
+    if node.target not in (linear, quantized_linear, int4_linear, parts_linear):
+        return None
+    port = edited.ports.get(node.args[1])  # type: ignore[arg-type]
     if port is None or len(node.args[1].users) > 1:  # type: ignore[union-attr]
         return None
-    return port.dtype if port.held is None else weights[port.held.of[0]].alike
+    return port.dtype if port.held is None else (port.held.form, weights[port.held.of[0]].alike)
 
 
 def _of_all(nodes: Sequence[fx.Node], **changes: Any) -> Info:
@@ -367,4 +370,4 @@ def _of_all(nodes: Sequence[fx.Node], **changes: Any) -> Info:
 
 
 JOINS = (join_gates, join_products)
-"""Passes after which fewer launches multiply, in order. For a GPU: a CPU's products are bound by memory."""
+"""Passes after which fewer operations multiply, in order; each costs more than a row's share of the product."""

@@ -108,16 +108,16 @@ class Filler:
             return order[start : start + size].to(self.device)
         if port.held is None:
             return self._dense(port, port.name, place)
-        if port.held.form == "onednn":
-            return linear.pack(self._dense(port, port.held.of[0], place))
         if port.held.form in ("experts", APART):
             (first, count), hidden, _ = place
             experts = [self._pack_expert(port.held.of, expert, hidden) for expert in range(first, first + count)]
             return StackedExperts.of(experts) or experts
         layouts = port.held.layouts or [port.layout] * len(port.held.of)
         places = [block(self.shapes[name], own, self.mesh, self.rank) for name, own in zip(port.held.of, layouts)]
-        if port.held.form == "dense":
-            return torch.cat([self._dense(port, name, place) for name, place in zip(port.held.of, places)])
+        if port.held.form in ("dense", "onednn"):
+            dense = [self._dense(port, name, place) for name, place in zip(port.held.of, places)]
+            whole = dense[0] if len(dense) == 1 else torch.cat(dense)
+            return whole if port.held.form == "dense" else linear.pack(whole)
         parts = [self._read_quantized(name, place) for name, place in zip(port.held.of, places)]
         weight = parts[0] if len(parts) == 1 else concatenate(parts)
         if port.held.form in ("int4 parts", "dense parts"):

@@ -58,7 +58,7 @@ def test_every_pass_of_a_server_keeps_the_values(family: str, tp: int, monkeypat
         monkeypatch.setattr(serving, "passes", lambda *args, n=n: every(*args)[:n])
         programs = build_serving(of, [Size(8)])
         results.append(lockstep(programs, weights_of(model)))
-        calls.append(sum(names(programs.any).values()))
+        calls.append(sum(n for name, n in names(programs.any).items() if name != "slice.Tensor"))  # views of products
         for node in programs.any.graph.nodes:  # every node says what it makes
             assert node.op in ("output",) or info(node).specs or "offset" in node.name
     for result in results[1:]:
