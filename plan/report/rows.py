@@ -89,7 +89,7 @@ def figures_of(pricing: Pricing) -> StepFigures:
         _peak_at(worst), pricing.step_s, pricing.compute_s, pricing.comm_s, pricing.exposed_s, pricing.slowed_s,
         pricing.idle_s, pricing.fixed_s, _work_seconds(pricing), _static_bytes(pricing), pricing.local_flops,
         pricing.useful_flops, pricing.reserved_bytes, pricing.segmented_bytes, pricing.pipeline, pricing.limit,
-        pricing.offloaded,
+        pricing.offloaded, pricing.recomputed_s,
     )  # fmt: skip
 
 

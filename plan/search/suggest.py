@@ -143,7 +143,7 @@ class _Search:
 
     def _estimates(self) -> Iterator[tuple[float, Changes]]:
         """Yields changes for which there may be memory, each with a rough estimate of the seconds of a step that it
-        saves: shares of what is exposed, or of the computation."""
+        saves: shares of what is exposed, or what is computed again, which is the most that saving it can gain."""
         report, recipe, fsdp = self.report, self.recipe, self.recipe.fsdp
         job, held, spare = report.job, report.pricing.worst.at_peak, report.spare_bytes
         activations = held.get("activations", 0)
@@ -170,10 +170,11 @@ class _Search:
         for change in self._sequence():
             if any(one.endswith("=null") for one in change) and activations <= spare:
                 yield inside / 5, change
+        again = report.pricing.recomputed_s
         if recipe.remat == "full" and activations <= spare:
-            yield report.pricing.compute_s / 5, ("remat=selective",)
+            yield 4 / 5 * again, ("remat=selective",)
         if recipe.remat != "none" and activations / 2 <= spare:
-            yield report.pricing.compute_s / (4 if recipe.remat == "full" else 20), ("remat=none",)
+            yield again, ("remat=none",)
 
     def _exposed(self, of: str, wire: str = "") -> float:
         """The seconds of a step that wait for collectives of a kind of value, over one kind of link or any."""

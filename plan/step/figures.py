@@ -307,6 +307,8 @@ class StepFigures(StepMemory):
     pipeline: PricedPipeline | None = None
     limit: int | None = None
     offloaded: Offloaded | None = None
+    recomputed_s: float = 0.0
+    """Seconds of computing that repeats what the forward pass computed."""
 
     @property
     def peak_bytes(self) -> int:

@@ -118,6 +118,16 @@ class Pricing(StepMemory):
         return self.worst.memory.peak_bytes
 
     @property
+    def recomputed_s(self) -> float:
+        """Seconds of computing that repeats what the forward pass computed."""
+        return sum(
+            part.part.times * task.seconds
+            for part in self.parts
+            for task, kernel in zip(part.priced.tasks, part.priced.kernels)
+            if task.kind == "compute" and info_of(kernel.node).phase == "recompute"
+        )
+
+    @property
     def offloaded(self) -> Offloaded | None:
         """What waits in the host's memory; None where nothing does."""
         if not (held := max(part.memory.host_bytes for part in self.parts)):
