@@ -159,9 +159,10 @@ class Workers:
         reader, writer = os.pipe()
         output = tempfile.TemporaryFile() if captured else None  # noqa: SIM115 (lives as long as the run)
         threads = max(1, int(usable_cores()) // self.local)
+        # sets of names, over which some models loop, have one order: all ranks trace one program
         env = {
-            "OMP_NUM_THREADS": str(threads), **os.environ, **in_huge_pages(os.environ), **place.environment(),
-            messages.REPORT_FD: str(writer), FOLLOWS: str(os.getpid()), **more,
+            "OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0", **os.environ, **in_huge_pages(os.environ),
+            **place.environment(), messages.REPORT_FD: str(writer), FOLLOWS: str(os.getpid()), **more,
             **{name: str(number) for name, number in inherited.items()},
         }  # fmt: skip
         # signals to stop are blocked until a worker listens; the mask is inherited

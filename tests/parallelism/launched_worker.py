@@ -26,7 +26,8 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 def work(mode: str, place: WorkerPlace, folder: Path) -> int:
     if mode == "environment":
-        print(os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"])
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONHASHSEED")
+        print(*(os.environ[name] for name in names))
         return 0
     if mode == "silent-exit":
         print("something only a native library says", file=sys.stderr)

@@ -78,7 +78,8 @@ def test_workers_find_their_place_in_the_environment(tmp_path: Path) -> None:
     with launch("environment", 3, tmp_path) as launcher:
         out, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
-    assert out == "0 0 3 3\n"  # Rank 0 has the terminal; the others' output is kept aside.
+    seed = os.environ.get("PYTHONHASHSEED", "0")  # one for all ranks, which then trace one program
+    assert out == f"0 0 3 3 {seed}\n"  # Rank 0 has the terminal; the others' output is kept aside.
 
 
 def test_an_exit_without_a_word_is_explained_by_what_the_worker_printed(tmp_path: Path) -> None:
