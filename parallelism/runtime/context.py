@@ -28,7 +28,7 @@ from tpshard.parallelism.runtime.stop import StopRequest, exit_code
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
 
 DIFFERENT_PROGRAMS = "ranks that run different programs would wait for each other forever"
-SAME_VERSIONS = "install the same versions everywhere, and start every worker with the same recipe"
+SAME_VERSIONS = "install the same versions everywhere, and start every worker with the same recipe and PYTHONHASHSEED"
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
