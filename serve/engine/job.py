@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HEAD = struct.Struct("<cI")
 _LARGEST = 1 << 28
 
-JOB, READY, STEP, PICK, ADAPT, PUT, DONE, QUIT = KINDS = [bytes([c]) for c in b"JRSPAUDQ"]
+JOB, LOADING, READY, STEP, PICK, ADAPT, PUT, DONE, QUIT = KINDS = [bytes([c]) for c in b"JLRSPAUDQ"]
 CHANNEL = "TPSHARD_CHANNEL"
 """The environment variable with the descriptor of a worker's socket."""
 

@@ -18,7 +18,22 @@ import psutil
 from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.workers import Workers
 from tpshard.programs.server.serving import BLOCK_SIZE
-from tpshard.serve.engine.job import ADAPT, CHANNEL, DONE, JOB, PICK, PUT, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.job import (
+    ADAPT,
+    CHANNEL,
+    DONE,
+    JOB,
+    LOADING,
+    PICK,
+    PUT,
+    QUIT,
+    READY,
+    STEP,
+    Closed,
+    Job,
+    receive,
+    send,
+)
 from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.step import StepInput, WorkerLost
 
@@ -107,7 +122,7 @@ class Ranks:
 
     def _await(self, kind: bytes, ranks: set[int], seconds: float) -> dict[int, bytes]:
         """Waits for one frame of a kind from each of these ranks, and returns their bodies by rank; raises WorkerLost
-        if anything goes wrong."""
+        if anything goes wrong, or no frame comes for so many seconds."""
         deadline = time.monotonic() + seconds
         missing, bodies = set(ranks), dict[int, bytes]()
         while missing:
@@ -119,6 +134,8 @@ class Ranks:
                 except (Closed, ValueError):
                     self._workers.forget(self._channels[rank])  # its message or its exit says why
                     continue
+                if received == LOADING:
+                    deadline = time.monotonic() + seconds
                 if received == kind:
                     missing.discard(rank)
                     bodies[rank] = body

@@ -58,7 +58,11 @@ class ProgramRunner:
 
     block_size = BLOCK_SIZE
 
-    def __init__(self, context: Context, programs: ServingPrograms, weights: Weights, blocks: int) -> None:
+    def __init__(
+        self, context: Context, programs: ServingPrograms, weights: Weights, blocks: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """progress: called before each parameter is read."""
         setting = programs.setting
         self.blocks, self.vocab, self.max_seq = blocks, programs.vocab, setting.max_seq
         self.max_rows, self.max_logit_rows = setting.most, setting.logit_rows(setting.most)
@@ -70,6 +74,7 @@ class ProgramRunner:
             programs.slotted,
         )  # fmt: skip
         for same_input in zip(*(program.inputs for program in programs.by_size.values())):
+            progress()
             for port in same_input:  # in all its layouts, while it is at hand
                 if port.name not in STEP:
                     fill(port)

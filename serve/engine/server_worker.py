@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -16,7 +17,22 @@ from tpshard.parallelism.runtime.context import connect
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.programs.server.serving import ServingPrograms
-from tpshard.serve.engine.job import ADAPT, CHANNEL, DONE, JOB, PICK, PUT, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.job import (
+    ADAPT,
+    CHANNEL,
+    DONE,
+    JOB,
+    LOADING,
+    PICK,
+    PUT,
+    QUIT,
+    READY,
+    STEP,
+    Closed,
+    Job,
+    receive,
+    send,
+)
 from tpshard.serve.engine.picks import Picks
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import StepInput
@@ -44,13 +60,26 @@ def work(place: WorkerPlace, prepare: Prepare) -> int:
                     "this rank's programs differ from the server's", exit=Exit.MACHINE,
                     fix="start the server again: the recipe, the folder or an installed version has changed",
                 )  # fmt: skip
-            runner = ProgramRunner(context, programs, weights, job.blocks)
+            runner = ProgramRunner(context, programs, weights, job.blocks, _telling(channel))
             runner.warm()
             _answer(channel, runner, answers=place.rank == 0)
         return Exit.DONE
     except Closed:
         # the parent is gone; other ranks may be stuck, and a regular exit would wait for them
         os._exit(Exit.DONE)
+
+
+def _telling(channel: socket.socket) -> Callable[[], None]:
+    """A function that tells the parent that weights are being read, at most once a second."""
+    told = 0.0
+
+    def tell() -> None:
+        nonlocal told
+        if time.monotonic() >= told + 1:
+            told = time.monotonic()
+            send(channel, LOADING)
+
+    return tell
 
 
 def describe(error: BaseException) -> tuple[str, int]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models import to_hf
 from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.job import LOADING, READY, send
 from tpshard.serve.engine.ranks import Ranks
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import WorkerLost
@@ -112,6 +114,35 @@ def test_a_rank_without_memory_in_the_middle_of_decoding_is_lost_and_named(
 def test_a_worker_that_says_nothing_is_lost(folder: Path) -> None:
     with pytest.raises(WorkerLost, match=r"rank 0 did not answer within 0.3 s"):
         Ranks([sys.executable, "-c", "import time; time.sleep(60)"], job_of(folder, *FEW, start_s=0.3))
+
+
+def test_workers_that_read_weights_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as one of them says now and then that it does."""
+    channels = [socket.socketpair() for _ in range(2)]
+    now, frames = [0.0], [(0, LOADING), (1, LOADING), (0, READY), (1, LOADING), (1, READY)]
+
+    class Silent:
+        """Workers that say something after every second silence of 400 s."""
+
+        has_failure, reports_complete, living, all = False, False, (), ()
+
+        def listen(self, seconds: float) -> list[int]:
+            now[0] += 200
+            if now[0] % 400 or not frames:
+                return []
+            rank, kind = frames.pop(0)
+            send(channels[rank][1], kind)
+            return [rank]
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr("tpshard.serve.engine.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
+    ranks = object.__new__(Ranks)
+    ranks._channels, ranks._workers = [ours for ours, _ in channels], Silent()  # type: ignore[assignment]
+    assert set(ranks._await(READY, {0, 1}, 600)) == {0, 1}
+    with pytest.raises(WorkerLost, match="rank 0 did not answer within 600 s"):
+        ranks._await(READY, {0}, 600)
 
 
 def test_a_worker_that_cannot_start_says_why(folder: Path, tmp_path: Path, copies: None) -> None:

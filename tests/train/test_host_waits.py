@@ -16,7 +16,7 @@ from tpshard.parallelism.runtime.context import alone
 from tpshard.programs.step import training
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.train.run.training_engine import TrainingEngine
-from training_cases import global_batch, setting_of
+from training_cases import global_batch, setting_of, spec_of
 
 aten = torch.ops.aten
 WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
@@ -94,6 +94,17 @@ def test_another_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "_scalar", lambda value: torch.tensor(value, device="cpu").to("cuda:0"))
         with Watch(), pytest.raises(HostWait, match="pageable"):
             step(engine)
+
+
+def test_each_block_that_is_read_is_progress() -> None:
+    """A large model on a slow disk takes longer than a worker may be without progress."""
+    programs, context = programs_of(), alone("cpu")
+    engine = TrainingEngine(programs, context, spec_of(programs.setting).initial_block)
+    engine.initialize(0)
+    begun = context.watchdog.progress
+    assert begun >= len(programs.stored)
+    engine.load(lambda name, starts, sizes: torch.zeros(tuple(sizes)))
+    assert context.watchdog.progress - begun >= 3 * len(programs.stored), "parameters and two moments"
 
 
 def test_the_borders_of_documents_are_found_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,7 +400,9 @@ class TrainingEngine:
                 self._fill("", port, tensor, partial(self.initial_block, seed=seed, dtype=port.dtype))
 
     def _fill(self, prefix: str, port: Port, tensor: Tensor, read: Callable[..., Tensor]) -> None:
-        """Reads this rank's part of a tensor, by the names, starts and sizes of its blocks in checkpoints."""
+        """Reads this rank's part of a tensor, by the names, starts and sizes of its blocks in checkpoints, each of
+        which is progress to the watchdog."""
         tensor.zero_()
         for name, shard in self.named_shards(prefix, port, tensor):
+            self.context.watchdog.beat()
             shard.tensor[...] = read(name, shard.starts, tuple(shard.tensor.shape)).to(shard.tensor)
