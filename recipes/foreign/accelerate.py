@@ -243,8 +243,8 @@ def _adapter(on: Any, kind: str | None, *values: Any) -> Any:
 
 PEFT: dict[str, Any] = {
     "use_peft": False, "finetuning_type": Maybe(str), "lora_r": Maybe(int), "lora_alpha": Maybe(int),
-    "lora_dropout": Maybe(float), "lora_target_modules": Maybe(object), "lora_modules_to_save": Maybe(object),
-    "use_dora": False, "use_rslora": False,
+    "lora_dropout": Maybe(float), "lora_target_modules": Maybe(object), "lora_target_parameters": Maybe(object),
+    "lora_modules_to_save": Maybe(object), "use_dora": False, "use_rslora": False,
 }  # fmt: skip
 
 

@@ -16,14 +16,15 @@ PLACES = ("", "model.", "model.language_model.", "language_model.model.", "model
 
 
 def adapter(
-    kind: str, key: str, rank: int, alpha: float, dropout: float, linear: bool, targets: Any, saved: Any, dora: bool,
-    rslora: bool,
+    kind: str, key: str, rank: int, alpha: float, dropout: float, linear: bool, targets: Any, parameters: Any,
+    saved: Any, dora: bool, rslora: bool,
 ) -> Any:  # fmt: skip
     """The keys of `adapters.lora`. kind: the adapter's, which the setting `key` names; linear: on all linear layers;
-    targets: names of layers, a name or names with commas, or a pattern of paths."""
+    targets: names of layers, a name or names with commas, or a pattern of paths. parameters: names of parameters."""
     if kind not in ("lora", "qlora"):
         return Unsaid("a recipe has low-rank adapters alone", Omit, (key,))
-    listed = ["all-linear"] if truth(linear) or not targets else _names(targets)
+    listed = ["all-linear"] if truth(linear) or not (targets or parameters) else _names(targets or [])
+    listed += [name.removesuffix(".weight") for name in _names(parameters or [])]
     keys: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": listed, "dropout": dropout}
     keys |= {"modules_to_save": [OURS.get(name, name) for name in _names(saved)]} if saved else {}
     keys |= {"dora": True} if truth(dora) else {}

@@ -46,8 +46,8 @@ RANKS: dict[str, Any] = {
 COMPUTED: dict[str, Any] = {"bf16": "auto", "fp16": False, "bfloat16": False, "float16": False}
 LORA: dict[str, Any] = {
     "adapter": Maybe(str), "lora_r": 8, "lora_alpha": Maybe(int), "lora_dropout": 0.0, "lora_target_linear": False,
-    "lora_target_modules": Maybe(object), "lora_modules_to_save": Maybe(list), "peft_use_dora": False,
-    "peft_use_rslora": False,
+    "lora_target_modules": Maybe(object), "lora_target_parameters": Maybe(object), "lora_modules_to_save": Maybe(list),
+    "peft_use_dora": False, "peft_use_rslora": False,
 }  # fmt: skip
 STEPS: dict[str, Any] = {"max_steps": Maybe(int), "num_epochs": 1.0, "recipe.train.steps": Maybe(int)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from foreign_files import ACCELERATE, names, translated
@@ -135,16 +136,21 @@ def test_other_launchers(tmp_path: Path, script: str, mesh: tuple[int, int], lef
         ("--use_peft --lora_r 4", {"rank": 4, "alpha": 32.0, "dropout": 0.05}),
         ("--use_peft --lora_target_modules q_proj v_proj --lora_alpha 8", {"rank": 16, "alpha": 8.0, "dropout": 0.05}),
         ("--finetuning_type lora --lora_target q_proj,v_proj", {"rank": 8, "alpha": 16.0, "dropout": 0.0}),
+        (
+            "--use_peft --lora_target_modules q_proj --lora_target_parameters experts.gate_up_proj gate.weight",
+            {"targets": ("q_proj", "experts.gate_up_proj", "gate")},
+        ),
         ("--finetuning_type full", None),
     ],
 )
-def test_adapters_of_trl_and_llama_factory(flags: str, lora: dict[str, float] | None) -> None:
+def test_adapters_of_trl_and_llama_factory(flags: str, lora: dict[str, Any] | None) -> None:
     _, text = translated("accelerate", f"python a.py {flags} --max_steps 3", model__preset="tiny")
     read = loads(text).adapters.lora
     assert (lora is None) == (read is None)
     if lora is not None and read is not None:
         assert {key: getattr(read, key) for key in lora} == lora
-        assert read.targets == (("q_proj", "v_proj") if "v_proj" in flags else ("all-linear",))
+        usual = ("q_proj", "v_proj") if "v_proj" in flags else ("all-linear",)
+        assert read.targets == lora.get("targets", usual)
 
 
 def test_what_is_wrong_with_a_programs_flag_names_the_flag() -> None:
