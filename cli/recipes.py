@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,10 +56,12 @@ def ls(as_json: Json = False) -> None:
     widths = {key: max(len(row[key]) for row in rows) for key in ("name", "model", "devices")}
     below = wide - sum(widths.values()) < ABOUT
     for row in rows:
-        cells = [row[key].ljust(width) for key, width in widths.items()]
-        lines = [" ".join(cells).rstrip(), f"  {row['about']}"] if below else [" ".join([*cells, row["about"]])]
-        for line in lines:
-            print(line if len(line) <= wide else line[: wide - 3] + "...")
+        cells = " ".join(row[key].ljust(width) for key, width in widths.items())
+        indent = "  " if below else " " * (len(cells) + 1)
+        parts = textwrap.wrap(row["about"], wide - len(indent)) or [""]
+        lines = [cells, *(indent + part for part in parts)]
+        for line in lines if below else [f"{cells} {parts[0]}", *lines[2:]]:
+            print(line.rstrip() if len(line) <= wide else line[: wide - 3] + "...")
 
 
 ABOUT = 40

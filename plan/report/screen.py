@@ -29,6 +29,8 @@ STAGES = 4
 """Stages of a pipeline shown without --verbose."""
 MOST = 6
 """Warnings that are shown without --verbose."""
+LEAST = 10
+"""Columns in which the beginning of a reason says something."""
 COMPILED = {"blocks": "blocks compiled"}
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
@@ -168,7 +170,7 @@ def home(report: Report) -> str:
 
 def shardings(report: Report, width: float = math.inf) -> list[str]:
     """A row per kind of tensor with its sharding and reason; `*` marks those that the recipe annotates. Less than 100
-    columns have no room for shapes."""
+    columns have no room for shapes, and some rows none for a reason, which `--verbose` or `--explain` says."""
     groups: dict[tuple[str, str, str], list[Tensor]] = {}
     for tensor in report.tensors:
         stored = sharding_text(tensor.stored, tensor.dims) if tensor.stored is not None else ""
@@ -184,9 +186,11 @@ def shardings(report: Report, width: float = math.inf) -> list[str]:
         rows.append((f"{mark}{name}{many}", "" if width < WIDTH else shape, used + how_stored))
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     file, room = home(report), width - sum(wide) - 4 + (not wide[1])
+    reasons = [short(members[0], file, room) for members in groups.values()]
+    shown = [reason if len(reason) <= room or room > LEAST else "" for reason in reasons]
     return [
-        f" {' '.join(text.ljust(n) for text, n in zip(row, wide) if n)} {short(members[0], file, room)}"
-        for row, members in zip(rows, groups.values())
+        f" {' '.join(text.ljust(n) for text, n in zip(row, wide) if n)} {reason}".rstrip()
+        for row, reason in zip(rows, shown)
     ]
 
 
@@ -304,12 +308,13 @@ def _pipeline(report: Report, verbose: bool, width: int) -> list[str]:
         )
     if len(shown) < len(pipeline.stages):
         rows.append(f"  ... {len(pipeline.stages) - len(shown)} more stages (--verbose)")
-    rows.append("  device  busy in a step   waiting  once a step   peak memory  micro-batches held")
+    held = "micro-batches held" if width >= WIDTH else "held"
+    rows.append(f"  device  busy in a step   waiting  once a step   peak memory  {held}")
     places = list(enumerate(pipeline.devices))
     for i, device in places if verbose else places[:STAGES]:
         rows.append(
             f"  {i:>6}{seconds(device.busy_s):>16}{seconds(pipeline.seconds - device.busy_s):>10}"
-            f"{seconds(device.once_s):>13}{gib(device.peak_bytes):>14}{device.held:>20}"
+            f"{seconds(device.once_s):>13}{gib(device.peak_bytes):>14}{device.held:>{len(held) + 2}}"
         )
     return rows + (["  the schedule", *str(pipeline.table).splitlines()] if verbose else [])
 

@@ -235,6 +235,14 @@ def test_a_narrow_terminal_gets_80_columns_with_all_figures(report):
     assert len(buckets[1]) == len(buckets[0]) < 80 and buckets[1].startswith("  all_gather")
 
 
+def test_a_reason_without_room_is_left_out_and_not_cut_to_a_letter(report):
+    rows = screen.shardings(report, 80)
+    longest = max(len(row) for row in rows)
+    width = longest - len("replicated") + 2
+    assert any(row.endswith("replicated") for row in rows)
+    assert max(map(len, screen.shardings(report, width))) <= width
+
+
 def test_memory_says_why_its_three_figures_differ(report):
     shown = screen.screen(report)
     assert "allocated: tensors; reserved: all that the allocator holds" in shown
