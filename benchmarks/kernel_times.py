@@ -220,6 +220,8 @@ CASES: Cases = [
     partial(ragged, "W4A16, ragged groups, tp 8", 3584, 8192, 224),
     *(partial(paged, "paged attention, decode", *of) for of in ((1, 1, 32768), (16, 16, 8192), (64, 64, 1024))),
     *(partial(paged, "paged attention, prefill", *of) for of in ((512, 1, 8192), (2048, 1, 2048))),
+    partial(paged, "paged attention, prefill, tp 8", 2048, 1, 8192, 4, 1),
+    partial(paged, "paged attention, prefill, heads of 256", 2048, 1, 2048, 16, 8, 256),
     partial(experts, "experts, decode", 16, 8, 2, 4096, 14336, True),
     partial(quantized_experts, "quantized experts, gate and up", 16, 4096, 28672, 8, 2, True),
     partial(quantized_experts, "quantized experts, down", 32, 14336, 4096, 8, 1, False),

@@ -151,13 +151,14 @@ def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("count", "head"), [(70, 64), (300, 64), (300, 128)])
+@pytest.mark.parametrize(("count", "head"), [(70, 64), (300, 64), (600, 128), (600, 256)])
 def test_programs_share_a_long_context_and_a_chunk_is_read_as_tiles(
     count: int, head: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Three parts of keys, and rows of one prompt between those of others, in tiles of 64 or 128 queries."""
-    chunk = [(0, position) for position in range(1170 - count, 1170)]
-    check_paged(cache(2, head, dtype, [1300, 40, 700], [*chunk, (1, 5)]), 8, dtype, None, device, every=9)
+    """Nine parts of keys in three units, and rows of one prompt between those of others. Programs share parts of few
+    rows and units of many, in tiles of 64 queries, and of 128 in half precision where these are enough."""
+    chunk = [(0, position) for position in range(4400 - count, 4400)]
+    check_paged(cache(2, head, dtype, [4500, 40, 700], [*chunk, (1, 5)]), 8, dtype, None, device, every=count // 8)
 
 
 def check_paged(
