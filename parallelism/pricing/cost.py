@@ -155,6 +155,8 @@ class Cpu:
 
 BUS = Link(bandwidth=31.5e9, latency_s=1e-5, efficiency=0.8)
 """PCI Express 4 with 16 lanes, which devices of unknown links to their host are taken to have."""
+BUS_LANES = ("to host", "from host")
+"""The lanes of a timeline with copies to the host's memory and back."""
 
 
 @dataclass(frozen=True)

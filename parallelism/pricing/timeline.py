@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 from tpshard.parallelism.node_info import operand_shapes, programs_in
-from tpshard.parallelism.pricing.cost import CommCost, Device, collective
+from tpshard.parallelism.pricing.cost import BUS_LANES, CommCost, Device, collective
 from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.pricing.network import Topology
@@ -24,9 +24,6 @@ from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, cond, priced, rounds, scan
 from tpshard.parallelism.transfer import COPIES, copied, offload
 from tpshard.parallelism.words import axes_text
-
-BUS_LANES = ("to host", "from host")
-"""The lanes of copies to the host's memory and back."""
 
 
 class LaneTask(NamedTuple):

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from tpshard.parallelism.pricing.cost import CommCost, Device
+from tpshard.parallelism.pricing.cost import BUS_LANES, CommCost, Device
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel
 from tpshard.parallelism.pricing.liveness import Memory, liveness
-from tpshard.parallelism.pricing.timeline import BUS_LANES, Priced, Timeline, price
+from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
 from tpshard.plan.step.figures import Line, Offloaded, PricedPipeline, StepMemory

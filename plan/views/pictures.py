@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pricing.cost import BUS_LANES
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
 from tpshard.plan.report.screen import LABELS
@@ -19,10 +20,12 @@ COLORS = {
     "gathered": "#edc948", "logits_and_loss": "#b07aa1", "communication": "#ff9da7", "cache": "#9c755f",
     "temporary": "#bab0ac", "forward": "#4e79a7", "backward": "#59a14f", "recompute": "#edc948",
     "update": "#76b7b2", "inside": "#b07aa1", "across": "#e15759", "wait": "#d62728",
+    "bus": "#9c755f",
 }  # fmt: skip
 TINTS = {
     "forward": "forward", "backward": "backward", "recompute": "recomputed", "update": "update",
     "inside": "collective inside a host", "across": "collective between hosts", "wait": "waiting for a collective",
+    "bus": "copy to the host's memory, or back",
 }  # fmt: skip
 """The meanings of a timeline's colours."""
 _W, _LEFT, _ROW = 1000, 130, 22
@@ -155,8 +158,8 @@ def _bar(run: tuple[float, float, str, str], y: float) -> str:
 
 
 def tint(lane: str, op: PlannedOp) -> str:
-    """The key in `COLORS` for an event: its phase, the link of a collective, or `wait`."""
-    return "wait" if lane == "wait" else op.wire or op.phase
+    """The key in `COLORS` for an event: its phase, the link of a collective, `bus` or `wait`."""
+    return "wait" if lane == "wait" else "bus" if lane in BUS_LANES else op.wire or op.phase
 
 
 def memory(report: Report, part: DrawnPart, height: int) -> str:
