@@ -196,7 +196,7 @@ class ModelSpec(ABC):
         """The linear layers and embeddings that can have adapters. For classes of transformers and modules this builds
         the module."""
         from torch import nn
-        from tpshard.models.adapters.lora import Adaptable
+        from tpshard.models.adapters.lora import HOLDER, STACKED, Adaptable
 
         module = self.build()
         head: Any = getattr(module, "get_output_embeddings", lambda: None)()
@@ -213,6 +213,12 @@ class ModelSpec(ABC):
             elif path and weight is not None and (linear or kind in ("Conv1D", "Linear")) and weight.dim() == 2:
                 outputs, inputs = weight.shape[::-1] if turned else weight.shape
                 layers.append(Adaptable(path, outputs, inputs, turned=turned, head=layer is head, shares=shares))
+            for leaf in () if getattr(layer, "is_transposed", False) else STACKED:
+                stack = layer._parameters.get(leaf)
+                if stack is not None and stack.dim() == 3:
+                    experts, outputs, inputs = stack.shape
+                    layers.append(Adaptable(f"{path}.{leaf}{HOLDER}", outputs, inputs, experts,
+                                            parameter=f"{path}.{leaf}", holder=True))  # fmt: skip
         return layers
 
     def folder_names(self) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.patterns import nearest_pick, picks
 from tpshard.models.adapters.based_model import BasedModel, of_base
-from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora, LoraError, TrainedError, raise_all
+from tpshard.models.adapters.lora import HOLDER, MAGNITUDE, A, Adapter, B, Lora, LoraError, TrainedError, raise_all
 from tpshard.models.model_spec import ModelSource, ModelSpec
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class AdaptedModel(BasedModel):
         for path, layer in module.named_modules():
             if not isinstance(layer, AdaptedLayer):
                 continue
-            weight = named.get(f"{path}.weight")
+            weight = named.get(path.removesuffix(HOLDER) if layer.lora.layer.holder else f"{path}.weight")
             if weight is None and layer.lora.layer.shares and self.base.tied is not None:
                 weight = named.get(self.base.tied[1])
             for leaf, dims in lora_leaves(layer.lora).items():

@@ -22,6 +22,11 @@ A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 [outputs]. Experts have one of each: [expert, rank, inputs]; so have a server's slots."""
 
 
+STACKED, HOLDER = ("gate_up_proj", "down_proj"), "_adapter"
+"""The parameters of classes of transformers in which a module has the matrices of all experts, [expert, outputs,
+inputs], and what follows their names in that of the module for their adapter."""
+
+
 class TrainedError(ValueError):
     """What a recipe says of what is trained and the model does not have; `key` is the recipe's, `fix` what can be
     done, and `also` are further ones."""
@@ -72,9 +77,16 @@ class Adaptable:
     """Whether it is a router, whose weight is read and which is not called."""
     parameter: str = ""
     """The parameter of transformers' class that its weight is, or is a part of; "": it has no other name there."""
+    holder: bool = False
+    """Whether there is no such module, but one for the adapter of a parameter."""
     part: tuple[int, int, int, int] | None = None
     """(groups, rows, start, stop): `parameter` also has the outputs of other layers. Viewed as [groups, rows], rows
     start:stop of each group are this one's."""
+
+    @property
+    def weight(self) -> str:
+        """The name of its weight: of experts that are a parameter of a module, `holder` is only their adapter's."""
+        return self.parameter if self.holder else f"{self.path}.weight"
 
     @property
     def fused(self) -> bool:
@@ -259,6 +271,8 @@ class Lora:
         return (whole,) if self.of_folder or layer.part is not None else (*layer.names, whole)
 
     def _targets(self, layer: Adaptable) -> bool:
+        if layer.holder:
+            return False  # it is no module that a name of modules could mean
         names = self._names(layer)
         if isinstance(self.exclude, str):
             if any(self._fits("exclude", self.exclude, name) for name in names):
@@ -363,4 +377,4 @@ def _of_pattern(patterns: Mapping[str, float], names: Sequence[str], default: fl
 
 def _short(layer: Adaptable) -> str:
     """A layer's path without the list that it is in, such as `mlp.down`."""
-    return re.sub(r"^.*\.\d+\.(?=\D)", "", layer.path)
+    return re.sub(r"^.*\.\d+\.(?=\D)", "", layer.parameter if layer.holder else layer.path)

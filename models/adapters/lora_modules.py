@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.experts.expert_linear import expert_linear
-from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B
+from tpshard.models.adapters.lora import HOLDER, MAGNITUDE, A, Adapter, B
 from tpshard.models.families.decoder import Decoder
 
 
@@ -111,15 +111,33 @@ def _adapted_class(cls: type[nn.Module], mixed: type[AdaptedLayer]) -> type[nn.M
     return type(cls.__name__, (mixed, cls), {})
 
 
+def _hold(module: Any, leaf: str) -> None:
+    """Gives a module a part for the adapter of its parameter `leaf`, which it then reads with what that adds."""
+    module.__class__ = _holding_class(module.__class__, leaf)
+    module.register_module(leaf + HOLDER, AdaptedLayer())
+
+
+@cache
+def _holding_class(cls: type[nn.Module], leaf: str) -> type[nn.Module]:
+    def read(module: Any) -> Tensor:
+        own, adapted = module._parameters[leaf], getattr(module, leaf + HOLDER)
+        return own + (torch.bmm(adapted.lora_B, adapted.lora_A) * adapted.lora.scaling).to(own.dtype)  # type: ignore[no-any-return]
+
+    return type(cls.__name__, (cls,), {leaf: property(read)})
+
+
 def adapt(model: nn.Module, adapter: Adapter) -> None:
     """Gives a layer of a model its adapter, whose parameters are fp32 on `meta`."""
     if adapter.layer.head and adapter.layer.shares and isinstance(model, Decoder):
         model.give_head()
-    module: Any = model.get_submodule(adapter.layer.path)
     layer = adapter.layer
+    if layer.holder:
+        _hold(model.get_submodule(layer.path.rpartition(".")[0]), layer.parameter.rpartition(".")[2])
+    module: Any = model.get_submodule(layer.path)
     kind = _Weight if layer.experts or layer.router else _Table if layer.table else _Linear
     mixed = kind if not adapter.slots else _TableSlots if layer.table else _Slots
-    module.__class__ = _adapted_class(module.__class__, mixed)
+    if not layer.holder:
+        module.__class__ = _adapted_class(module.__class__, mixed)
     # alike in layers that are alike
     alike = replace(layer, path="", theirs="", parameter="")
     module.lora = replace(adapter, layer=alike, wrapper="", shared=adapter.shared.rpartition(".")[2])

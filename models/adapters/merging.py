@@ -19,11 +19,12 @@ def merged_blocks(spec: AdaptedModel, read: ReadBlock) -> ReadBlock:
     if shared:
         raise ValueError(f"`{shared[0]}` shares its weight with another layer, which its adapter does not change")
 
+    weights = {one.layer.weight: path for path, one in spec.adapters.items()}
+
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        adapter = spec.adapters.get(path)
-        if adapter is None or leaf != "weight":
+        if (path := weights.get(name)) is None:
             return read(name, starts, sizes)
+        adapter = spec.adapters[path]
 
         def turned(dims: Sequence[int]) -> list[int]:
             return [*dims][::-1] if adapter.layer.turned else [*dims]

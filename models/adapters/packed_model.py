@@ -55,7 +55,7 @@ class PackedModel(BasedModel):
 
     @cached_property
     def _linears(self) -> Mapping[str, Adaptable]:
-        return {one.path: one for one in self.base.adaptable()}
+        return {one.path: one for one in self.base.adaptable() if not one.holder}
 
     @cached_property
     def _stored(self) -> QuantizedModules:

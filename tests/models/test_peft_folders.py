@@ -224,6 +224,7 @@ def test_a_class_begins_from_a_folder_that_a_family_computes_too(tmp_path: Path)
     ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
     ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight", "down_proj.weight"]}),
     ("qwen3_moe", {"target_modules": [], "target_parameters": ["gate_up_proj", "o_proj.weight"]}),
+    ("qwen3_next", {"target_modules": [], "target_parameters": ["gate_up_proj", "experts.down_proj"]}),
     ("qwen2_moe", {"target_modules": ["shared_expert_gate"]}),  # of one output, below the rank
 ])  # fmt: skip
 def test_adapters_of_parameters_are_those_of_peft(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
