@@ -47,8 +47,11 @@ def _bodies(node: fx.Node, parts: Sequence[fx.GraphModule]) -> Callable[..., lis
         if node.target is control_flow.while_loop:
             _, results = (list(run(*operands)) for run in runs)
             return results
-        body = [lambda ranks: [list(runs[0](*ranks[0]))]]
-        return control_flow.scan(body, control_flow.numbers(node.args), [list(operands)])[0]
+        carried, sliced, _ = control_flow.numbers(node.args)
+        at = [x.select(0, 0) for x in operands[carried : carried + sliced]]
+        results = list(runs[0](*operands[:carried], *at, *operands[carried + sliced :]))
+        rounds = operands[carried].shape[0]
+        return results[:carried] + [x.new_empty((rounds, *x.shape)) for x in results[carried:]]
 
     return bound
 
