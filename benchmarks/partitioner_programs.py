@@ -2,160 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from tpshard.parallelism import Mesh, mesh_split
-
 Dims = tuple[Any, ...]
-
-
-class Torch:
-    """The operations of a program, in torch."""
-
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.names = mesh, list(mesh.axes)
-
-    einsum = staticmethod(torch.einsum)
-    relu = staticmethod(torch.relu)
-    roll = staticmethod(torch.roll)
-    logsumexp = staticmethod(torch.logsumexp)
-    silu = staticmethod(F.silu)
-    softmax = staticmethod(torch.softmax)
-    cat = staticmethod(torch.cat)
-    topk = staticmethod(torch.topk)
-    argmax = staticmethod(torch.argmax)
-    cumsum = staticmethod(torch.cumsum)
-    flip = staticmethod(torch.flip)
-    permute = staticmethod(torch.permute)
-
-    def sort(self, x: Any, dim: int) -> Any:
-        return torch.sort(x, dim).values
-
-    def take(self, table: Any, index: Any) -> Any:
-        return F.embedding(index, table)
-
-    def pick(self, x: Any, index: Any) -> Any:
-        return torch.gather(x, -1, index[..., None].long())[..., 0]
-
-    def one_hot(self, index: Any, count: int) -> Any:
-        return (index[..., None] == torch.arange(count)).float()
-
-    def scatter_add(self, rows: int, index: Any, x: Any) -> Any:
-        return torch.zeros(rows, x.shape[1]).index_add(0, index, x)
-
-    def conv(self, x: Any, w: Any, stride: int = 1, padding: int | None = None, dilation: int = 1) -> Any:
-        """Of images or volumes; groups follow from the weight's shape. padding: by default what keeps the size."""
-        padding = dilation * (w.shape[-1] // 2) if padding is None else padding
-        layer = F.conv2d if x.ndim == 4 else F.conv3d
-        return layer(x, w, None, stride, padding, dilation, x.shape[1] // w.shape[1])
-
-    def upsample(self, x: Any, w: Any, stride: int) -> Any:
-        return F.conv_transpose2d(x, w, None, stride, (w.shape[-1] - stride) // 2)
-
-    def unfold(self, x: Any, kernel: int, stride: int, padding: int) -> Any:
-        """The columns of images: [n, channels x kernel x kernel, positions]."""
-        return F.unfold(x, kernel, stride=stride, padding=padding)
-
-    def diagonal(self, x: Any) -> Any:
-        return torch.diagonal(x, 0, -2, -1)
-
-    def mirror(self, x: Any) -> Any:
-        """Images with one row more above and below, mirrored."""
-        return F.pad(x, (0, 0, 1, 1), mode="reflect")
-
-    def pad(self, x: Any, before: int, after: int) -> Any:
-        """Zeros around the first dim."""
-        return F.pad(x, [0, 0] * (x.ndim - 1) + [before, after])
-
-    def sort_by(self, keys: Any, values: Any) -> Any:
-        keys, order = torch.sort(keys, -1)
-        return keys, torch.gather(values, -1, order)
-
-    def barrier(self, x: Any) -> Any:
-        return x  # nothing moves over it anyway
-
-    def causal(self, scores: Any) -> Any:
-        n, m = scores.shape[-2:]
-        return scores.masked_fill(torch.arange(m)[None] > torch.arange(n)[:, None], -1e9)
-
-    def grad(self, loss: Callable[..., Any], at: Sequence[Any]) -> Any:
-        return torch.autograd.grad(loss(*at), list(at))
-
-    def split(self, x: Any, *dims: Any) -> Any:
-        return mesh_split(x, self.mesh, [self.names.index(d) if d else -1 for d in dims])
-
-
-class Jax:
-    """The same operations in jax."""
-
-    def __init__(self, jax: ModuleType, mesh: Any):
-        import jax.numpy as jnp
-
-        self.jax, self.jnp, self.mesh = jax, jnp, mesh
-        self.einsum, self.roll, self.cumsum, self.flip = jnp.einsum, jnp.roll, jnp.cumsum, jnp.flip
-        self.cat, self.sort, self.argmax = jnp.concatenate, jnp.sort, jnp.argmax
-        self.permute = jnp.transpose
-        self.relu, self.silu, self.softmax, self.one_hot = jax.nn.relu, jax.nn.silu, jax.nn.softmax, jax.nn.one_hot
-        self.topk, self.logsumexp = jax.lax.top_k, jax.scipy.special.logsumexp
-
-    def take(self, table: Any, index: Any) -> Any:
-        return table[index]
-
-    def pick(self, x: Any, index: Any) -> Any:
-        return self.jnp.take_along_axis(x, index[..., None], -1)[..., 0]
-
-    def scatter_add(self, rows: int, index: Any, x: Any) -> Any:
-        return self.jnp.zeros((rows, x.shape[1])).at[index].add(x)
-
-    def conv(self, x: Any, w: Any, stride: int = 1, padding: int | None = None, dilation: int = 1) -> Any:
-        padding, dims = dilation * (w.shape[-1] // 2) if padding is None else padding, x.ndim - 2
-        return self.jax.lax.conv_general_dilated(
-            x, w, (stride,) * dims, [(padding, padding)] * dims, rhs_dilation=(dilation,) * dims,
-            feature_group_count=x.shape[1] // w.shape[1],
-        )  # fmt: skip
-
-    def upsample(self, x: Any, w: Any, stride: int) -> Any:
-        around = w.shape[-1] - 1 - (w.shape[-1] - stride) // 2
-        return self.jax.lax.conv_general_dilated(
-            x, w[:, :, ::-1, ::-1], (1, 1), [(around, around)] * 2, lhs_dilation=(stride, stride),
-            dimension_numbers=("NCHW", "IOHW", "NCHW"),
-        )  # fmt: skip
-
-    def unfold(self, x: Any, kernel: int, stride: int, padding: int) -> Any:
-        around = [(padding, padding)] * 2
-        columns = self.jax.lax.conv_general_dilated_patches(x, (kernel, kernel), (stride, stride), around)
-        return columns.reshape(*columns.shape[:2], -1)
-
-    def diagonal(self, x: Any) -> Any:
-        return self.jnp.diagonal(x, 0, -2, -1)
-
-    def mirror(self, x: Any) -> Any:
-        return self.jnp.pad(x, [(0, 0), (0, 0), (1, 1), (0, 0)], mode="reflect")
-
-    def pad(self, x: Any, before: int, after: int) -> Any:
-        return self.jnp.pad(x, [(before, after), *[(0, 0)] * (x.ndim - 1)])
-
-    def sort_by(self, keys: Any, values: Any) -> Any:
-        return self.jax.lax.sort((keys, values), dimension=keys.ndim - 1, num_keys=1)
-
-    def barrier(self, x: Any) -> Any:
-        return self.jax.lax.optimization_barrier(x)
-
-    def causal(self, scores: Any) -> Any:
-        n, m = scores.shape[-2:]
-        return self.jnp.where(self.jnp.arange(m)[None] > self.jnp.arange(n)[:, None], -1e9, scores)
-
-    def grad(self, loss: Callable[..., Any], at: Sequence[Any]) -> Any:
-        return self.jax.grad(loss, tuple(range(len(at))))(*at)
-
-    def split(self, x: Any, *dims: Any) -> Any:
-        spec = self.jax.sharding.PartitionSpec(*dims)
-        return self.jax.lax.with_sharding_constraint(x, self.jax.sharding.NamedSharding(self.mesh, spec))
 
 
 @dataclass(frozen=True)
@@ -284,6 +135,25 @@ def annotated_windows(xp: Any, x: Any, *weights: Any) -> Any:
 
 def shifted_windows_grads(xp: Any, x: Any, *weights: Any) -> Any:
     return xp.grad(lambda *ws: (shifted_windows(xp, x, *ws) ** 2).sum(), weights)
+
+
+def squares(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients of the sum of a function's squared results."""
+    return lambda xp, *at: xp.grad(lambda *at: (fn(xp, *at) ** 2).sum(), at)
+
+
+def skip_connection(xp: Any, x: Any, down: Any, up: Any) -> Any:
+    """A level of a U-Net: down, up, and a convolution of both."""
+    return xp.conv(xp.cat([x, xp.twice(xp.relu(xp.conv(x, down, 2, 1)))], 1), up)
+
+
+def around(xp: Any, x: Any, w: Any) -> Any:
+    return xp.conv(xp.around(x, 1), w, 1, 0)
+
+
+def nodes(xp: Any, x: Any, source: Any, target: Any, w: Any) -> Any:
+    """A graph's messages: each node adds up what its edges bring."""
+    return xp.scatter_add(x.shape[0], target, xp.einsum("ed,df->ef", xp.take(x, source), w))
 
 
 def group_norm(xp: Any, x: Any) -> Any:
@@ -438,4 +308,35 @@ CASES: dict[str, Case] = {
     "rows in blocks, uneven": Case(lambda xp, x: xp.softmax(x.reshape(15, 64, E), 1), ONE, [((960, E), ("x",))]),
     "convolution, channels": Case(xp_conv, ONE, [((4, 64, 32, 32), (None, "x")), ((64, 64, 3, 3), (None, "x"))],
                                   [(None, "x")]),
+    "shifted windows in 2-d, uneven": Case(
+        shifted_windows, TWO, [((8, 56, 56, 64), (None, "x", "y")), *WINDOWS], [(None, "x", "y")]
+    ),
+    "shifted windows in 2-d, of 40 rows": Case(
+        shifted_windows, TWO, [((8, 40, 56, 64), (None, "x", "y")), *WINDOWS], [(None, "x", "y")]
+    ),
+    "shifted windows, images too": Case(
+        shifted_windows, TWO, [((8, 56, 56, 64), ("y", "x")), *WINDOWS], [("y", "x")]
+    ),
+    "rows around": Case(around, {"x": 4}, [((4, 16, 64, 32), (None, None, "x")), ((16, 16, 3, 3), ())]),
+    "rows around, gradients": Case(squares(around), {"x": 4}, [((4, 16, 64, 32), (None, None, "x")),
+                                                               ((16, 16, 3, 3), ())], [(None, None, "x"), ()]),
+    "means of windows, uneven": Case(lambda xp, x: xp.windows_of(x, 7), {"x": 4}, IMAGES[:1]),
+    "largest of windows in place": Case(lambda xp, x: xp.pooled_back(x), ONE, IMAGES[:1], [(None, None, "x")]),
+    "largest of windows in place, gradients": Case(squares(lambda xp, x: xp.pooled_back(x)), ONE, IMAGES[:1],
+                                                   [(None, None, "x")]),
+    "bags": Case(lambda xp, t, i: xp.bags(t, i), ONE, [((V, E), ()), ((512, 6), ("x",))], [("x",)], (1,)),
+    "bags of a sharded table": Case(lambda xp, t, i: xp.bags(t, i), ONE, [((V, E), (None, "x")), ((512, 6), ("x",))],
+                                    [("x",)], (1,)),
+    "bilinear": Case(lambda xp, x, y, w: xp.bilinear(x, y, w), TWO, [((B, 32), ("x",)), ((B, 48), ("x",)),
+                                                                     ((64, 32, 48), ("y",))], [("x", "y")]),
+    "bilinear, gradients": Case(squares(lambda xp, x, y, w: xp.bilinear(x, y, w)), TWO, [
+        ((B, 32), ("x",)), ((B, 48), ("x",)), ((64, 32, 48), ("y",))], [("x",), ("x",), ("y",)]),
+    "distances": Case(lambda xp, x, y: xp.distances(x, y), TWO, [((512, 32), ("x",)), ((384, 32), ("y",))]),
+    "product of a row": Case(lambda xp, x: xp.prod(x), ONE, [((B, E), (None, "x"))], [()]),
+    "layer norm's own, gradients": Case(squares(lambda xp, x: xp.layer_norm(x)), ONE, [((B, E), (None, "x"))],
+                                        [(None, "x")]),
+    "a level of a U-Net": Case(skip_connection, ONE, [((4, 16, 64, 32), (None, None, "x")), ((16, 16, 3, 3), ()),
+                                                      ((16, 32, 3, 3), ())], [(None, None, "x")]),
+    "sums over edges": Case(nodes, ONE, [((512, E), ()), ((4096,), ("x",)), ((4096,), ("x",)), ((E, E), ())], [("x",)],
+                            (1, 2)),
 }  # fmt: skip

@@ -25,7 +25,8 @@ import torch
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.pricing.cost import wire_bytes
 
-from partitioner_programs import CASES, Case, Dims, Jax, Torch
+from partitioner_operations import Jax, Torch
+from partitioner_programs import CASES, Case, Dims
 from record import Record, parser_of
 
 

@@ -343,7 +343,7 @@ def _cost(
         needed_layout = layout_of(rule, dims, choice, False)
         if home.partial and not any(overlap(axis, home.partial) for axis in needed_layout.axes):
             needed_layout = needed_layout.as_sum(home.partial, home.kind)
-        if home != needed_layout and needed_layout not in fetched[i]:
+        if home != needed_layout and needed_layout not in fetched[i] and not made_for(value, op):
             moved = moving(value, home, needed_layout)
             if fixed[i]:
                 total += moved * INTENT
@@ -373,6 +373,11 @@ def _cost(
     total += halo.price(op, rule, choice, max(latency, 1))  # of equal bytes, the fewest collectives
     work = rule.flops or sum(v.numel for v in op.results)
     return total + work * share(rule, choice) * busiest(rule, choice) / FLOPS_PER_BYTE
+
+
+def made_for(value: Value, reader: Op) -> bool:
+    """Whether a value is made from nothing for one op, as zeros to which it adds: in any layout at no cost."""
+    return value.producer is not None and not value.producer.operands and value.users == [reader]
 
 
 def busiest(rule: Rule, choice: Choice) -> float:

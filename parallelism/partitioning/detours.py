@@ -15,7 +15,14 @@ from typing import NamedTuple
 from tpshard.parallelism.anchors import is_anchor
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import size_of
-from tpshard.parallelism.partitioning.choose import FLOPS_PER_BYTE, Choice, choice_for, layout_of, share
+from tpshard.parallelism.partitioning.choose import (
+    FLOPS_PER_BYTE,
+    Choice,
+    choice_for,
+    layout_of,
+    made_for,
+    share,
+)
 from tpshard.parallelism.resharding.reshard import cost, redistribution
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Layout
@@ -45,6 +52,8 @@ def detours(
     """
     needs: dict[Value, set[Layout]] = {}
     better: dict[Value, Layout] = {}
+    made: dict[Value, Layout] = {}
+    """What is made from nothing, in the layout that its reader needs."""
     through: dict[Op, list[Layout]] = {}
     """The operands' layouts of pass-through ops that compute their result in its better layout."""
     together: dict[tuple[Value, Layout], list[tuple[Op, Choice]]] = {}
@@ -62,6 +71,10 @@ def detours(
                 continue
             (layout,) = layouts
             if layout == propagated[result]:
+                continue
+            if len(result.users) == 1 and made_for(result, result.users[0]):
+                if choice_for(op, rule, 0, layout) is not None:
+                    made[result] = layout
                 continue
             if rule.priority == 0 and len(op.results) == 1:
                 choice = choice_for(op, rule, 0, layout)
@@ -86,7 +99,7 @@ def detours(
             ops = {op for op, _ in turned}
             sharing |= ops
             sharers.setdefault(value, {})[layout] = ops
-    moved: dict[Value, Layout] = {}
+    moved: dict[Value, Layout] = dict(made)
     for op in graph.ops:
         for result in op.results:
             if result not in better:

@@ -43,6 +43,8 @@ class Entry:
     # ---- its result: flow, absorb, executor ----
     view: Strides | None = None
     """The strides of a result that shares the first operand's storage; None for other ops."""
+    empty: bool = False
+    """Whether its rule holds for calls with a tensor of no elements too, as some of embedding_bag's are."""
     commutes: bool = False
     """Whether the op commutes with a permutation along any dim that passes through it."""
     carries: int | None = None

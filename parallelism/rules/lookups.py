@@ -25,6 +25,8 @@ def bags(op: Op) -> Rule:
     The results are the bags, the bag of every lookup, and the size and the maximum of every bag.
     """
     each = _lookups_each(op, 1)
+    if each is None and op.results[1].shape == (0,):
+        return whole(op)
     if each is None:
         largest = "Bd" if op.results[3].rank == 2 else "L"
         return rule_of(op, f"Vd,I,O,I->Bd,X,Y,{largest}", same="d")
@@ -49,9 +51,9 @@ def bags_backward(op: Op) -> Rule:
 
     The operands are the gradient, indices, offsets, the bag of every lookup, the bags' sizes and maxima, and weights.
     """
-    if len(op.operands) < 6:
-        return whole(op)
     each = _lookups_each(op, 1)
+    if len(op.operands) < 6 or (each is None and op.operands[3].shape == (0,)):
+        return whole(op)
     if each is None or op.args[7]:  # which scales by how often all devices look up a row
         largest = "Bd" if op.operands[5].rank == 2 else "L"
         return rule_of(op, f"Bd,I,O,X,Y,{largest},W->Vd")
@@ -73,6 +75,8 @@ def bag_weights_backward(op: Op) -> Rule:
     The operands are the gradient, the table, indices, offsets and the bag of every lookup.
     """
     each = _lookups_each(op, 2)
+    if each is None and op.operands[4].shape == (0,):
+        return whole(op)
     if each is None:
         return rule_of(op, "Bd,Vd,I,O,X->I")
     parts = _Bags(op.operands[3].numel, each, op.operands[1])
@@ -129,8 +133,8 @@ class _Bags:
 
 OPS: Table = {
     aten.searchsorted: Entry(search_sorted, dense="all"),
-    aten._embedding_bag: Entry(bags, dense="all"),
-    aten._embedding_bag_forward_only: Entry(bags, dense="all"),
-    aten._embedding_bag_backward: Entry(bags_backward, dense="all"),
-    aten._embedding_bag_per_sample_weights_backward: Entry(bag_weights_backward, dense="all"),
+    aten._embedding_bag: Entry(bags, empty=True, dense="all"),
+    aten._embedding_bag_forward_only: Entry(bags, empty=True, dense="all"),
+    aten._embedding_bag_backward: Entry(bags_backward, empty=True, dense="all"),
+    aten._embedding_bag_per_sample_weights_backward: Entry(bag_weights_backward, empty=True, dense="all"),
 }

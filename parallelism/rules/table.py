@@ -81,10 +81,10 @@ def entry_of(target: Any) -> Entry:
 def rule_for(op: Op) -> Rule:
     """The rule of one call; with all dims whole (and `has_rule` False) for an op without an entry.
 
-    A call with a tensor of no elements keeps its rule only if the op is pointwise or a view.
+    A call with a tensor of no elements keeps its rule only if the op is pointwise or a view, or its entry says so.
     """
     entry = entry_of(op.target)
-    if not any(0 in value.shape for value in (*op.operands, *op.results)):
+    if entry.empty or not any(0 in value.shape for value in (*op.operands, *op.results)):
         return entry.rule(op)
     rule = entry.rule(op) if entry.commutes else whole(op)
     return rule if rule.priority == 0 else whole(op)
