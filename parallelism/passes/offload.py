@@ -16,7 +16,7 @@ from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.resharding.new_nodes import call, copy_node
 from tpshard.parallelism.transfer import copied, fetch, offload
 
-SMALL = 1 << 12
+SMALL = 1 << 10
 """Bytes of a value below which it stays on the device: its copies would take longer than its room is worth."""
 
 

@@ -70,7 +70,9 @@ MIXTURE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "pieces"), [((), False), (MIXTURE, True), (("offload=activations",), True)])
+@pytest.mark.parametrize(
+    ("overrides", "pieces"), [((), False), (MIXTURE, True), (("offload=activations", "model.seq_len=64"), True)]
+)
 def test_inductor_runs_the_same_program_in_pieces_where_it_must(pool, overrides: Any, pieces: bool) -> None:
     """Around control flow, and copies to the host's memory."""
     mesh = {"dp": 1, "fsdp": 1, "ep": 2, "tp": 1} if overrides == MIXTURE else {"dp": 1, "fsdp": 2, "tp": 1}
