@@ -318,7 +318,8 @@ class Lora:
             least, key = min(layer.inputs, layer.outputs), f"rank_pattern.{rank_key}" if rank_key else "rank"
             raise LoraError(
                 f"rank {rank} is above the smaller side of `{layer.path}`, {layer.outputs} x {layer.inputs}", key,
-                "an adapter of that rank has more parameters than the layer needs", f"at most {least}",
+                "an adapter of that rank has more parameters than the layer needs",
+                f"at most {least}" + f"; there alone by rank_pattern: {{{_short(layer)}: {least}}}" * (not rank_key),
             )  # fmt: skip
         if layer.table and self.dora:
             raise LoraError(f"an embedding has no dora: `{layer.path}`", "dora", fix="leave it out, or the embedding")
