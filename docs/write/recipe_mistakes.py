@@ -57,6 +57,7 @@ TEXTS = (
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [12, 10]}}",
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [110, 120]}}",
     "model: {preset: tiny}\ntrain: {steps: 100}\ndata: {epochs: 3}",
+    "model: {preset: tiny}\ntrain: {init_from: ''}",
     "model: {preset: tiny}\nschedule: {stages: [{to: 0.5}]}",
     "model: {preset: tiny}\ntrain: {steps: 100}\nschedule: {stages: [{steps: 200, to: 0.5}, {steps: 100, to: 0}]}",
     "model: {preset: tiny}\ntrain: {steps: 100}\nschedule: {warmup_steps: 10, stages: [{steps: 50, to: 0}]}",
