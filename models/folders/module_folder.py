@@ -38,7 +38,7 @@ def refuse_module(raw: Mapping[str, Any], folder: str | os.PathLike[str]) -> Non
         raise FolderError(
             f"{folder} holds the weights of {named[0]}, a user's module, which is code: it is imported for a recipe, "
             "never for a folder",
-            f"serve a recipe with model.module: {named[0]} and serve.checkpoint: {folder}",
+            f"serve or evaluate a recipe with model.module: {named[0]} and serve.checkpoint: {folder}",
         )
 
 

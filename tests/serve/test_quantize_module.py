@@ -125,7 +125,7 @@ def test_the_folder_is_no_reason_to_import_the_module(folder: Path, capsys: pyte
     """Only a recipe that names it is; and a folder whose tensors are of another form is refused."""
     for command in (["evaluate", str(folder)], ["generate", str(folder), "a"], ["convert", str(folder), "out"]):
         assert run(command) == Exit.CHECKPOINT
-        assert f"serve a recipe with model.module: {OWN}" in capsys.readouterr().err
+        assert f"serve or evaluate a recipe with model.module: {OWN}" in capsys.readouterr().err
     with pytest.raises(ValueError, match="imported for a recipe, never for a folder"):
         open_model(folder, module="another:Own")
     with pytest.raises(ValueError, match=r"blocks\.2\.q\.weight` is missing"):
