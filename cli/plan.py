@@ -194,7 +194,7 @@ def plan(
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search, stage=stage, of=of or "",
         run=None if conditions == Conditions() else conditions, passes=passes, skew=skew, suggest=suggest, fit=fit,
         pin=pin, net=net, against=text, compared=(first, " ".join(diff or against or ())), cached=not no_cache,
-        width=columns(sys.stdout) or outputs.screen.WIDTH,
+        width=columns(sys.stdout) or outputs.screen_words.WIDTH,
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
     if diff is not None and other is not None:

@@ -14,7 +14,7 @@ from typing import cast
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, printable
 from tpshard.plan import saved_plan
 from tpshard.plan.plan_cache import PlanEntry, entry_of, remember
-from tpshard.plan.report import report_file, screen
+from tpshard.plan.report import report_file, screen, screen_words
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
 from tpshard.plan.saved_plan import SavedPlan
@@ -37,7 +37,7 @@ class PlanOptions:
     dry_run: bool = False
     as_json: bool = False
     verbose: bool = False
-    width: int = screen.WIDTH
+    width: int = screen_words.WIDTH
     """Columns of the screen."""
     html: Path | None = None
     trace: Path | None = None
@@ -105,13 +105,15 @@ def dumps(data: object) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def text(kind: str, report: Report, drawing: Callable[[], Drawing], width: int = screen.WIDTH) -> str:
+def text(kind: str, report: Report, drawing: Callable[[], Drawing], width: int = screen_words.WIDTH) -> str:
     """A plan in one form: json, screen or verbose, or one of `DRAWN`, which needs the drawing too."""
     if kind in DRAWN:
         return DRAWN[kind](report, drawing())
     if kind == "json":
         return dumps(report.to_json())
-    return screen.screen(report, verbose=kind == "verbose", width=min(max(width, screen.NARROW), screen.WIDTH))
+    return screen.screen(
+        report, verbose=kind == "verbose", width=min(max(width, screen_words.NARROW), screen_words.WIDTH)
+    )
 
 
 def draws(options: PlanOptions) -> bool:

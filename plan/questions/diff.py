@@ -13,7 +13,7 @@ from tpshard.plan.outputs import CommandResult, PlanOptions
 from tpshard.plan.report import report_file
 from tpshard.plan.report.pattern import pattern
 from tpshard.plan.report.report import Report
-from tpshard.plan.report.screen import cut, pipeline_words, sharding_text
+from tpshard.plan.report.screen_words import cut, pipeline_words, sharding_text
 from tpshard.plan.saved_plan import SavedPlan
 from tpshard.plan.step.units import FORMS, gib
 from tpshard.recipes.keys.schema import Recipe

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpshard.plan.planner import without_gc
-from tpshard.plan.report.screen import gib, seconds
 from tpshard.plan.step.step_price import price_training
-from tpshard.plan.step.units import round_figures
+from tpshard.plan.step.units import gib, round_figures, seconds
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.staged import between_passes

@@ -14,7 +14,7 @@ from tpshard.parallelism.pricing.network import Level, Topology
 from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.planned import Planned
-from tpshard.plan.report.screen import cut
+from tpshard.plan.report.screen_words import cut
 from tpshard.plan.search import search
 from tpshard.plan.step.figures import Line
 from tpshard.plan.step.units import gib, seconds

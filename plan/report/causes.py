@@ -14,7 +14,7 @@ from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.why import Explanation, SourcePlace
 from tpshard.plan.report.pattern import pattern
 from tpshard.plan.report.report import Tensor
-from tpshard.plan.report.screen import LABELS, sharding_text
+from tpshard.plan.report.screen_words import LABELS, sharding_text
 from tpshard.plan.step.pricing import PricedPart, Pricing
 
 MOST_ALIVE = 200

@@ -11,7 +11,7 @@ from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Edit, Report
-from tpshard.plan.report.screen import LABELS, sharding_text, step_text, verdict
+from tpshard.plan.report.screen_words import LABELS, sharding_text, step_text, verdict
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.plan.views import page_data, pictures
 

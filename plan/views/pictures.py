@@ -10,7 +10,7 @@ from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pricing.cost import BUS_LANES
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
-from tpshard.plan.report.screen import LABELS
+from tpshard.plan.report.screen_words import LABELS
 from tpshard.plan.step.figures import DrawnPart, PlannedOp
 from tpshard.plan.step.units import bytes_axis, gib, seconds, seconds_axis
 from tpshard.plan.views.stage_lanes import stage_lanes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tpshard.parallelism.pipeline.schedules import Slot, Table
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
-from tpshard.plan.report.screen import pipeline_words
+from tpshard.plan.report.screen_words import pipeline_words
 from tpshard.plan.step.figures import DrawnPart
 from tpshard.plan.step.units import seconds
 from tpshard.programs.setting.stacking import Stacking

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
-from tpshard.recipes.settings.shell_script import UNKNOWN, Script, Text, flags_apart
+from tpshard.recipes.settings.shell_script import Script
+from tpshard.recipes.settings.shell_text import UNKNOWN, Text, flags_apart
 from tpshard.recipes.settings.stated import Stated, StatedSettings, Unknown, by_key
 from tpshard.recipes.text.nodes import Node, decode, scalar
 

@@ -16,11 +16,18 @@ from fnmatch import fnmatchcase
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
 from tpshard.files.folder_json import read_regular
+from tpshard.recipes.settings.shell_text import (
+    UNKNOWN,
+    Text,
+    concatenated,
+    divided,
+    flags_apart,
+    under_a_condition,
+    unknown,
+)
 from tpshard.recipes.settings.shell_words import Command, Lexer, Word, WordPart
 from tpshard.recipes.text.nodes import decode
 
-UNKNOWN = "\0"
-"""Stands in a text for a part that is not known; the way it is written follows, and the sign again."""
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
          ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}  # fmt: skip
 OPENS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done"}
@@ -31,20 +38,6 @@ MAX_TEXT = 200_000
 """The most characters that variables may be put in for."""
 MAX_FILES, LARGEST = 64, 1 << 18
 """The most files that a script may source, and the bytes of all."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text of which each character has an offset in the script."""
-
-    chars: str
-    places: tuple[int, ...]
-
-    def __add__(self, other: Text) -> Text:
-        return Text(self.chars + other.chars, self.places + other.places)
-
-    def cut(self, start: int, end: int) -> Text:
-        return Text(self.chars[start:end], self.places[start:end])
 
 
 @dataclass
@@ -314,10 +307,10 @@ class Script:
             return words
         before = self.variables.get(name, ())
         if before and len(words) == len(before) == 1 and words[0].chars.startswith(before[0].chars):  # "$NAME more"
-            new = _under_a_condition(_divided(words[0].cut(len(before[0].chars), len(words[0].chars))))
-            return (_concatenated([before[0], *(part for one in new for part in (Text(" ", one.places[:1]), one))]),)
+            new = under_a_condition(divided(words[0].cut(len(before[0].chars), len(words[0].chars))))
+            return (concatenated([before[0], *(part for one in new for part in (Text(" ", one.places[:1]), one))]),)
         if added and before is not None:  # it holds at least what it held; the rest is marked
-            return (*before, *_under_a_condition(words[len(before) :]))
+            return (*before, *under_a_condition(words[len(before) :]))
         same = before is not None and [text.chars for text in before] == [text.chars for text in words]
         return words if same else None
 
@@ -362,9 +355,9 @@ class Script:
         for part in word.parts:
             values = self._values(part)
             if part.kind == "text" or part.quoted:
-                several = values if part.kind == "variable" else [_concatenated(values)]
+                several = values if part.kind == "variable" else [concatenated(values)]
             else:
-                several = [piece for value in values for piece in _divided(value)]
+                several = [piece for value in values for piece in divided(value)]
             for index, piece in enumerate(several):
                 if index and open_word is not None:
                     pieces.append(open_word)
@@ -389,7 +382,7 @@ class Script:
         if part.kind == "variable" and part.sign == "+":
             if any(value.chars for value in self.variables.get(part.text) or ()):
                 return [self._joined(part.default or ())]
-            return [_unknown(f"${{{part.text}:+...}}", (part.at,))] if part.text not in self.variables else []
+            return [unknown(f"${{{part.text}:+...}}", (part.at,))] if part.text not in self.variables else []
         if part.kind == "variable":
             if self.variables.get(part.text) is not None:
                 values = list(self.variables[part.text] or ())
@@ -404,8 +397,8 @@ class Script:
                 if part.sign == "=":
                     self.variables[part.text] = (value,)
                 return [value]
-            return [_unknown(f"${part.text}", (part.at,))]
-        return [_unknown(part.text, (part.at,))]
+            return [unknown(f"${part.text}", (part.at,))]
+        return [unknown(part.text, (part.at,))]
 
     def _sum(self, text: str) -> int | None:
         """The value of whole numbers with + - * / %; None where it is not known."""
@@ -426,41 +419,3 @@ def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
         return int(SIGNS[type(node.op)](_computed(node.left), _computed(node.right)))
     raise ValueError
-
-
-def _unknown(written: str, places: Sequence[int]) -> Text:
-    chars = f"{UNKNOWN}{written}{UNKNOWN}"
-    return Text(chars, tuple(places[:1] or (0,)) * len(chars))
-
-
-def _under_a_condition(words: Iterable[Text]) -> list[Text]:
-    """Words that may not be there, each flag with what follows it as one that is not known."""
-    flags: list[list[Text]] = []
-    for word in words:
-        if not flags or word.chars.lstrip(UNKNOWN).startswith("-"):
-            flags.append([])
-        flags[-1].append(word)
-    return [
-        _unknown(f"{' '.join(word.chars for word in one).replace(UNKNOWN, '')} (under a condition)", one[0].places[:1])
-        for one in flags
-    ]
-
-
-def _concatenated(values: Iterable[Text]) -> Text:
-    whole = Text("", ())
-    for value in values:
-        whole = whole + value
-    return whole
-
-
-def _divided(text: Text) -> list[Text]:
-    """A text at its spaces; how an unknown part is written stays whole."""
-    return [
-        text.cut(*match.span())
-        for match in re.finditer(rf"(?:{UNKNOWN}[^{UNKNOWN}]*{UNKNOWN}|[^\s{UNKNOWN}])+", text.chars)
-    ]
-
-
-def flags_apart(text: Text) -> list[Text]:
-    """A word that holds whole flags, such as the text of `bash -c`, at its spaces."""
-    return _divided(text) if re.search(r"(^|\s)--?[A-Za-z].*\s|\s--", text.chars, re.DOTALL) else [text]

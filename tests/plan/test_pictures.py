@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 from patience import PATIENCE
 from tpshard.diagnostics.diagnostic import plural
-from tpshard.plan.report import screen
+from tpshard.plan.report import screen_words
 from tpshard.plan.step import units
 from tpshard.plan.views import page, page_data, pictures, trace
 
@@ -52,7 +52,7 @@ def test_the_page_is_whole_and_loads_nothing(planned, report):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", actual)
     assert parser.sections == ["verdict", "mesh", "shardings", "timeline", "memory", "collectives", "what-if"]
     assert json.loads(parser.data["plan"]) == json.loads(json.dumps(report.to_json()))
-    assert screen.verdict(report) in actual
+    assert screen_words.verdict(report) in actual
     assert escape(report.tensors[0].reason, quote=True) in actual
 
 

@@ -16,7 +16,7 @@ from tpshard.parallelism.pricing.cost import Efficiency
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan import command, planner
 from tpshard.plan.questions import diff
-from tpshard.plan.report import describe, screen
+from tpshard.plan.report import describe, screen, screen_tables, screen_words
 from tpshard.plan.report.report import Edit, Tensor
 from tpshard.plan.step.units import gib, seconds
 from tpshard.recipes.reading.load import loads
@@ -76,15 +76,14 @@ def test_a_narrow_screen_keeps_the_line_that_decided():
 
     file, batch, heads = "/far/away/llama3-8b.yaml", "batch: [dp, fsdp]", "heads: tp"
     written = mark(SourcePlace(file, 8, 18, batch), SourcePlace(file, 8, 48, heads))
-    assert screen.short(written) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
-    assert screen.short(written, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
-    assert screen.short(written, "llama3-8b.yaml", 20) == "8:18, 8:48"
+    assert screen_tables.short(written) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
+    assert screen_tables.short(written, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
+    assert screen_tables.short(written, "llama3-8b.yaml", 20) == "8:18, 8:48"
     defaults = mark(*(SourcePlace("<default>", says=says, default=True) for says in (batch, heads)))
-    assert screen.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
-    assert screen.short(defaults, "", 25) == "batch, heads (default)"
-    assert (
-        screen.short(mark()) == "replicated: no annotation shards it" and screen.short(mark(), "", 14) == "replicated"
-    )
+    assert screen_tables.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
+    assert screen_tables.short(defaults, "", 25) == "batch, heads (default)"
+    assert screen_tables.short(mark()) == "replicated: no annotation shards it"
+    assert screen_tables.short(mark(), "", 14) == "replicated"
 
 
 def test_no_row_of_the_shardings_is_cut(report):
@@ -94,9 +93,11 @@ def test_no_row_of_the_shardings_is_cut(report):
 
 def test_buckets_are_shown_with_what_hides_them(report):
     gathers = [bucket for bucket in report.buckets if bucket.kind == "all_gather"]
-    assert [screen.span(bucket.values) for bucket in gathers] == ["tok_embed.weight", "layers.*", "norm to output"] + [
-        "layers.*"
-    ]
+    assert [screen_words.span(bucket.values) for bucket in gathers] == [
+        "tok_embed.weight",
+        "layers.*",
+        "norm to output",
+    ] + ["layers.*"]
     assert all(bucket.behind_s >= bucket.time_s for bucket in gathers[1:]), "these are hidden"
     assert gathers[0].exposed_s > 0 and sum(bucket.exposed_s for bucket in gathers[1:]) == 0
     of_all = sum(line.exposed_s for line in report.lines if line.of in ("parameter", "gradient"))

@@ -15,7 +15,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules import table
 from tpshard.plan import planner
-from tpshard.plan.report.screen import verdict
+from tpshard.plan.report.screen_words import verdict
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.fit.fit import SAVED_OPERATIONS, misfits
 from tpshard.programs.parts import step_programs

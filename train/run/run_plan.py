@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.plan import plan_cache, planner, saved_plan
 from tpshard.plan.questions import plan_error
-from tpshard.plan.report import screen
+from tpshard.plan.report import screen_tables
 from tpshard.plan.views import trace
 from tpshard.programs.setting import cluster
 
@@ -44,7 +44,7 @@ class PlanOfRun:
         """The shardings of all values as text, with the numbers of annotated and inferred ones, and what is trained."""
         report = self.planned(programs).report
         trained = [] if report.trained is None else report.trained.rows()
-        return "\n".join([str(report.annotations), *screen.shardings(report), *trained])
+        return "\n".join([str(report.annotations), *screen_tables.shardings(report), *trained])
 
     def trace(self, programs: TrainingPrograms) -> str:
         """The planned step as a trace; "" for a pipeline, whose plan has none of single operations."""
