@@ -10,7 +10,7 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table, operand
 from tpshard.parallelism.rules.rule import Direction, Factors, LocalOp, Rule
-from tpshard.parallelism.transfer import copied, fetch, offload, recv, send
+from tpshard.parallelism.transfer import copied, recv, send
 
 
 def forward_operand(local: LocalOp) -> Any:
@@ -41,7 +41,5 @@ OPS: Table = {
     "tpshard.role": operand,
     send: identity,
     recv: identity,
-    offload: Entry(same, work="free"),
-    fetch: Entry(same, work="free"),
     copied: identity,
 }

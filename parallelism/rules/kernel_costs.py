@@ -1,8 +1,9 @@
-"""Entries of kernels that passes insert after partitioning: only the cost model reads them."""
+"""Entries of operations that passes insert after partitioning: only the cost model reads them."""
 
 from __future__ import annotations
 
 from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.transfer import fetch, offload
 
 product = Entry(work="matmul")
 packed = Entry(work="matmul", packed=True)
@@ -23,4 +24,7 @@ OPS: Table = {
     "tpshard.largest": Entry(calls=2),
     "tpshard.fp8_quantize": product,  # bound by memory, but a kernel of its own, with which no stream fuses
     "tpshard.fp8_multiply": product,
+    "tpshard.add_parts": Entry(),
+    offload: Entry(work="free"),
+    fetch: Entry(work="free"),
 }

@@ -27,7 +27,6 @@ def step(flops: int) -> Entry:
 OPS: Table = {
     "tpshard.adamw_step": step(15),
     "tpshard.lion_step": step(11),
-    "tpshard.add_parts": Entry(),  # only in programs
     # the sum of (x * scale)^2: no partial sum may be squared
     "tpshard.square_sum": letters("...,->", flops=lambda op: 3 * op.operands[0].numel),
 }

@@ -511,10 +511,10 @@ SAME = {
     "aten._scaled_dot_product_efficient_attention_backward":
         "aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "aten._fused_rms_norm": "aten._fused_rms_norm_backward",
-    "send": "output", "recv": "output",
+    "send": "output", "recv": "output", "copied": "output",
 }  # fmt: skip
-"""Ops that only a GPU has, or only a stage's program: no function calls them here; they have the entry of one that
-can be called."""
+"""Ops that only a GPU has, or only a program that passes made: no function calls them here; they have the entry of one
+that can be called."""
 CASES |= {name: cases for names, cases in LAYERS.items() for name in names.split()}
 ELSEWHERE = {name_of(op) for op in (*kernel_costs.OPS, *drawn.OPS, *CONTROL_FLOW)}
 """Kernels, which no function calls; what draws: test_drawn; what has bodies: test_control_flow."""

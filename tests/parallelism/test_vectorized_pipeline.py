@@ -75,4 +75,4 @@ def test_the_shift_is_a_permute_and_never_a_gather(mesh: Mesh, rounds: int, micr
     assert {c.kind for c in over} <= {"permute", "all_reduce"}, [c.reason for c in over]
     assert {c.bytes for c in shifts} == {ROWS // mesh.axes.get("data", 1) * WIDTH * 8}, "one micro-batch's rows"
     steps = micros + rounds * STAGES - 1
-    assert len(shifts) == 2 * steps - 1, "once a step, forward and back"
+    assert len(shifts) == 2 * (steps - 1), "between two steps, forward and back: stages begin with zeros"

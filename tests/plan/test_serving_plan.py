@@ -217,7 +217,7 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
         ]  # fmt: skip
 
     expected, actual = work(whole), work(padded)
-    assert len(actual) == 8 * CONFIG.layers  # three products and their biases, a gate and what it multiplies
+    assert len(actual) == 6 * CONFIG.layers  # two products and their biases, a gate and what it multiplies
     for (module, op, useful, _), (same_module, same_op, computed, same_useful) in zip(expected, actual, strict=True):
         assert (module, op, useful) == (same_module, same_op, same_useful)
         if (module[-4:], op) != ("down", "add"):
