@@ -7,7 +7,7 @@ gradients. `associative_scan` is recorded as the operations of torch's own imple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,16 +16,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.graph import Graph, Value
+from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.rules.control_flow import DEARER, cond, scan, while_loop
 from tpshard.parallelism.rules.strides import contiguous
-from tpshard.parallelism.tracing.canonical import canonicalize
-from tpshard.parallelism.tracing.functional import functionalize
 from tpshard.parallelism.tracing.recorder import Recorder
 from tpshard.parallelism.tracing.remember import Like, fake
 from tpshard.parallelism.tracing.substitutes import Substitutes
+from tpshard.parallelism.tracing.traced import Function, Replaced, Traced, joined
 
-Function = Callable[..., Any]
 RARE = "rare"
 """The attribute of a function that `torch.cond` is given and that hardly ever runs: the other one is priced."""
 
@@ -59,10 +57,10 @@ class ControlFlow(TorchFunctionMode):
             return (true_fn if pred else false_fn)(*operands)
         rare = [getattr(fn, RARE, False) for fn in (true_fn, false_fn)]
         often = (DEARER if rare[0] == rare[1] else rare.index(False),)
-        one, other = traced = [_Traced(self, fn, (), operands) for fn in (true_fn, false_fn)]
+        one, other = traced = [Traced(self, fn, (), operands) for fn in (true_fn, false_fn)]
         if list(map(_like, one.results)) != list(map(_like, other.results)) or one.tree != other.tree:
             raise ValueError(f"`cond`: one branch returns {_said(one.results)}, the other {_said(other.results)}")
-        whole = _joined(traced)
+        whole = joined(traced)
         graphs = [each.graph(whole) for each in traced]
 
         def forward() -> list[Tensor]:
@@ -72,12 +70,12 @@ class ControlFlow(TorchFunctionMode):
             return pytree.tree_unflatten(forward(), one.tree)
         needed, summed = _needed(whole), [i for i, x in enumerate(one.results) if x.is_floating_point()]
         back = [
-            _Traced(
+            Traced(
                 self, each.gradient(whole, needed, summed), [*whole, *(one.results[i] for i in summed)], (), "backward"
             )
             for each in traced
         ]
-        further = _joined(back)
+        further = joined(back)
 
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
             operands = [pred, *whole, *(grads[i] for i in summed), *further]
@@ -90,9 +88,9 @@ class ControlFlow(TorchFunctionMode):
     ) -> Any:
         carried = len(init)
         slices = [self.fresh(tuple(x.shape[1:]), x.dtype, x.requires_grad) for x in xs]
-        traced = _Traced(self, combine_fn, [*init, *slices], additional_inputs)
+        traced = Traced(self, combine_fn, [*init, *slices], additional_inputs)
         _check_carried("scan", init, traced.results[:carried])
-        whole, rounds = _joined([traced]), xs[0].shape[0]
+        whole, rounds = joined([traced]), xs[0].shape[0]
         operands, graph = [*init, *xs, *whole], traced.graph(whole)
         stacked = [self.fresh((rounds, *x.shape), x.dtype) for x in traced.results[carried:]]
         results, numbers = [*traced.results[:carried], *stacked], (carried, len(xs), 0)
@@ -132,11 +130,11 @@ class ControlFlow(TorchFunctionMode):
             if not isinstance(one, Tensor):
                 raise ValueError(f"`while_loop` carries {one!r}: pass a tensor, `torch.tensor({one!r})`")
         held = list(carried_inputs)
-        test, body = traced = [_Traced(self, fn, held, additional_inputs) for fn in (cond_fn, body_fn)]
+        test, body = traced = [Traced(self, fn, held, additional_inputs) for fn in (cond_fn, body_fn)]
         if list(map(_like, test.results)) != [((), torch.bool)]:
             raise ValueError(f"`while_loop`: the condition returns {_said(test.results)}, not one bool")
         _check_carried("while_loop", held, body.results)
-        whole = _joined(traced)
+        whole = joined(traced)
         if _differentiated(body.results):
             results = self._while_loop_with_gradient(cond_fn, body_fn, held, additional_inputs, body, whole)
             return pytree.tree_unflatten(results, body.tree)
@@ -145,7 +143,7 @@ class ControlFlow(TorchFunctionMode):
         return pytree.tree_unflatten(results, body.tree)
 
     def _while_loop_with_gradient(
-        self, cond_fn: Function, body_fn: Function, carried: Sequence[Tensor], more: Sequence[Any], body: _Traced,
+        self, cond_fn: Function, body_fn: Function, carried: Sequence[Tensor], more: Sequence[Any], body: Traced,
         whole: Sequence[Tensor],
     ) -> list[Tensor]:  # fmt: skip
         """A loop that counts its runs. Its gradient runs as often, and computes what a run began with from the start:
@@ -200,7 +198,7 @@ class ControlFlow(TorchFunctionMode):
         outer, self.recorder.body = self.recorder, body
         self.recorder = body
         try:
-            with self, Substitutes(), _Replaced(self.stand_ins):
+            with self, Substitutes(), Replaced(self.stand_ins):
                 yield
         finally:
             outer.body, self.recorder = None, outer
@@ -211,7 +209,7 @@ class ControlFlow(TorchFunctionMode):
         outer = self.stand_ins
         self.stand_ins = {key: by.get(id(x), x) for key, x in outer.items()} | dict(by)
         try:
-            with _Replaced(self.stand_ins):
+            with Replaced(self.stand_ins):
                 yield
         finally:
             self.stand_ins = outer
@@ -227,101 +225,11 @@ class ControlFlow(TorchFunctionMode):
         return results
 
 
-class _Body(Recorder):
-    """The recorder of a body; what it reads from outside becomes an input, and is listed in `captured`."""
-
-    def __init__(self, outer: Recorder, phase: str) -> None:
-        super().__init__((lambda: outer.place()._replace(phase=phase)) if phase else outer.place)
-        self.names = outer.names  # a name occurs once in a graph and its bodies
-        self.captured: list[Tensor] = []
-        self.outer = outer
-
-    def value(self, tensor: Tensor) -> Value:
-        if id(tensor) not in self.value_of:
-            self.outer.value(tensor)
-            self.input("", tensor)
-            self.captured.append(tensor)
-        return self.value_of[id(tensor)][0]
-
-    def _draw(self, size: Any, dtype: torch.dtype) -> Tensor:
-        raise ValueError("random numbers are drawn inside of control flow: draw them before, and pass them in")
-
-
-class _Traced:
-    """A function given to control flow, traced on stand-ins for `inputs` and on `operands` from outside."""
-
-    def __init__(
-        self, flow: ControlFlow, fn: Function, inputs: Sequence[Tensor], operands: Sequence[Any], phase: str = ""
-    ) -> None:
-        self.flow, self.fn, self.operands = flow, fn, operands
-        self.inputs = [flow.fresh(tuple(x.shape), x.dtype, x.requires_grad and not phase) for x in inputs]
-        self.recorder = _Body(flow.recorder, phase)
-        for x in self.inputs:
-            self.recorder.input("", x)
-        with flow.tracing(self.recorder):
-            flat, self.tree = pytree.tree_flatten(fn(*self.inputs, *operands))
-        for one in flat:
-            if not isinstance(one, Tensor):
-                raise ValueError(f"a function of control flow returns {one!r}, which is no tensor")
-        self.results: list[Tensor] = flat
-        self.plain = functionalize(self.recorder.graph(list(flat)))
-        canonicalize(self.plain)
-
-    def graph(self, whole: Sequence[Tensor]) -> Graph:
-        """Its graph, with its inputs and then one for each of `whole`, of which it may have captured some."""
-        graph, own = self.plain, self.plain.inputs
-        place = {id(x): i for i, x in enumerate(self.recorder.captured, len(self.inputs))}
-        graph.inputs = own[: len(self.inputs)] + [
-            own[place[id(x)]] if id(x) in place else Value("", tuple(x.shape), x.dtype) for x in whole
-        ]
-        graph.number_inputs()
-        return graph
-
-    def gradient(self, whole: Sequence[Tensor], leaves: Sequence[int], summed: Sequence[int]) -> Function:
-        """A function of its inputs, `whole` and the gradients of its results `summed` to those of its `leaves`."""
-        n = len(self.inputs)
-
-        def backward(*tensors: Tensor) -> list[Tensor]:
-            own, grads = tensors[: n + len(whole)], tensors[n + len(whole) :]
-            for i, x in enumerate(own):
-                x.requires_grad_(i in leaves)
-            inside = {id(outside): x for outside, x in zip(whole, own[n:])}
-            operands = pytree.tree_map(lambda x: inside.get(id(x), x), self.operands)
-            with torch.enable_grad(), self.flow.replacing(inside):
-                results = [inside.get(id(x), x) for x in pytree.tree_leaves(self.fn(*own[:n], *operands))]
-            ends = [(results[i], grad) for i, grad in zip(summed, grads) if results[i].requires_grad]
-            inputs, found = [own[i] for i in leaves], tuple[Any, ...]([None] * len(leaves))
-            if ends:
-                outputs, end_grads = zip(*ends)
-                beyond = [x for x in whole if x.requires_grad]
-                found = torch.autograd.grad(outputs, [*inputs, *beyond], end_grads, allow_unused=True)
-                if any(grad is not None for grad in found[len(inputs) :]):
-                    raise ValueError(
-                        "a function of control flow passes a tensor from outside to an `autograd.Function`, so that "
-                        "its gradient cannot be told from others: make it an operand, or pass `tensor.clone()`"
-                    )
-            return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found)]
-
-        return backward
-
-
-class _Replaced(TorchFunctionMode):
-    """A mode in which functions get other tensors in the place of some, given by identity."""
-
-    def __init__(self, by: Mapping[int, Tensor]) -> None:
-        super().__init__()
-        self.by = by
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(lambda x: self.by.get(id(x), x), (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
 class _ScanGradient:
     """The gradient of a scan: it carries the gradients of carried values, and sums those of whole operands."""
 
     def __init__(
-        self, flow: ControlFlow, traced: _Traced, whole: Sequence[Tensor], leaves: Sequence[int], summed: Sequence[int],
+        self, flow: ControlFlow, traced: Traced, whole: Sequence[Tensor], leaves: Sequence[int], summed: Sequence[int],
         carried: int,
     ) -> None:  # fmt: skip
         self.flow, self.carried, self.leaves, self.summed = flow, carried, leaves, summed
@@ -351,8 +259,8 @@ class _ScanGradient:
             *results[len(self.passed) :],
             *every,
         ]
-        self.traced = _Traced(flow, step, inputs, (), "backward")
-        self.whole = _joined([self.traced])
+        self.traced = Traced(flow, step, inputs, (), "backward")
+        self.whole = joined([self.traced])
         self.graph = self.traced.graph(self.whole)
         first = len(self.sums) + len(results)
         read = [
@@ -404,11 +312,6 @@ def _needed(operands: Sequence[Tensor]) -> list[int]:
 
 def _differentiated(operands: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-
-
-def _joined(traced: Sequence[_Traced]) -> list[Tensor]:
-    """What functions take from outside, each once."""
-    return list({id(x): x for each in traced for x in each.recorder.captured}.values())
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
