@@ -173,12 +173,11 @@ def fix_rows(edited: Edited, node: fx.Node, kind: str) -> None:
         return
     node.target, (rows, weight) = fixed_rows_linear, node.args
     assert isinstance(weight, fx.Node)
-    dtype = info(weight).specs[0].dtype
-    packed = packed_dtype(dtype)
-    if kind != "cpu" or weight not in edited.ports or packed is None:
+    port = edited.ports.get(weight)
+    packed = None if port is None else packed_dtype(port.dtype)
+    if kind != "cpu" or port is None or packed is None:
         return
-    port = edited.ports[weight]
-    size = port.local_bytes * packed.itemsize // dtype.itemsize
+    size = port.local_bytes * packed.itemsize // port.dtype.itemsize
     held = Held("onednn", size, (port.name,)) if port.held is None else replace(port.held, form="onednn", bytes=size)
     node.args = (rows, edited.hold(weight, held))
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import transformers
 from servers import folder_runner, lockstep, prompts, recipe, setting, weights_of
 from torch import Tensor, fx
+from tpshard.kernels.linear import packed_dtype
 from tpshard.kernels.norm import NORM
 from tpshard.kernels.quantized.gptq_config import GPTQConfig
 from tpshard.kernels.quantized.packed import Packed, pack, unpack
@@ -109,6 +110,15 @@ def test_a_weight_that_others_read_too_is_held_twice() -> None:
     table, packed = (next(p for p in program.inputs if p.name == name) for name in
                      ("tok_embed.weight", "tok_embed.weight (onednn)"))  # fmt: skip
     assert table.held is None and packed.held is not None and packed.held.of == ("tok_embed.weight",)
+
+
+def test_what_a_cpu_multiplies_side_by_side_is_packed_as_its_library_packs() -> None:
+    program = build_serving(setting(LLAMA), [Size(8)]).any
+    held = {port.held.of: port.held.form for port in program.inputs if port.held is not None and len(port.held.of) > 1}
+    form = "dense" if packed_dtype(torch.float32) is None else "onednn"
+    sides = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.gate", "mlp.up"))
+    layers = [f"layers.{i}" for i in range(LLAMA.layers)]
+    assert held == {tuple(f"{layer}.{one}.weight" for one in side): form for layer in layers for side in sides}
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
