@@ -119,7 +119,7 @@ PLAN_SOMETIMES = {
     "`targets` layers), their `elements`, and the `names` of the first and the last; in `stages` the `first` and the "
     "`last` step of each, its `shape`, and the share of the peak that it goes `to`.",
     "buckets[].*": "With fsdp: its collectives in the longest program, with the parameters that each joins. behind_s: "
-    "seconds of computation that may hide it.",
+    "seconds of computation that may hide it; it also goes on while another collective is waited for.",
     "pipeline.*": "With `pipeline`: schedule, form, bubble, layers of each stage; if staged, seconds, bytes, table.",
     "edits[].*": "Edits that make a plan fit which does not, with what each would need and take.",
     "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",
