@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from tpshard.models.adapters.slotted_model import Slots
@@ -16,9 +17,31 @@ if TYPE_CHECKING:
 _HEAD = struct.Struct("<cI")
 _LARGEST = 1 << 28
 
-JOB, LOADING, READY, STEP, PICK, ADAPT, PUT, DONE, QUIT = KINDS = [bytes([c]) for c in b"JLRSPAUDQ"]
 CHANNEL = "TPSHARD_CHANNEL"
 """The environment variable with the descriptor of a worker's socket."""
+
+
+class Frame(Enum):
+    """The kinds of frames, by their byte on the channel."""
+
+    JOB = b"J"
+    """The job, as the first frame to a rank."""
+    LOADING = b"L"
+    """A rank still reads weights."""
+    READY = b"R"
+    """A rank waits for steps."""
+    STEP = b"S"
+    """A step; the next frame says what it is asked for."""
+    PICK = b"P"
+    """What a step is asked for."""
+    ADAPT = b"A"
+    """The folder of an adapter, to be read."""
+    PUT = b"U"
+    """The slot into which the adapter that was read goes."""
+    DONE = b"D"
+    """The answer to a step or to an adapter's frame."""
+    QUIT = b"Q"
+    """There is no further frame."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +96,20 @@ class Closed(OSError):
     """The other side has closed the channel."""
 
 
-def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
+def send(channel: socket.socket, kind: Frame, body: bytes = b"") -> None:
     """Sends one frame. Raises Closed if the other side does not read within the socket's timeout."""
     try:
-        channel.sendall(_HEAD.pack(kind, len(body)) + body)
+        channel.sendall(_HEAD.pack(kind.value, len(body)) + body)
     except OSError as error:
         raise Closed(str(error)) from error
 
 
-def receive(channel: socket.socket) -> tuple[bytes, bytes]:
+def receive(channel: socket.socket) -> tuple[Frame, bytes]:
     """Receives one frame: its kind and body. Raises Closed at the end, ValueError for an invalid frame."""
-    kind, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
-    if kind not in KINDS or size > _LARGEST:
-        raise ValueError(f"a frame of kind {kind!r} and {size} bytes")
+    letter, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
+    kind = Frame(letter)
+    if size > _LARGEST:
+        raise ValueError(f"a frame of {size} bytes, {kind.name}")
     return kind, _exactly(channel, size)
 
 

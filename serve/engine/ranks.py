@@ -18,22 +18,7 @@ import psutil
 from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.workers import Workers
 from tpshard.programs.server.serving import BLOCK_SIZE
-from tpshard.serve.engine.job import (
-    ADAPT,
-    CHANNEL,
-    DONE,
-    JOB,
-    LOADING,
-    PICK,
-    PUT,
-    QUIT,
-    READY,
-    STEP,
-    Closed,
-    Job,
-    receive,
-    send,
-)
+from tpshard.serve.engine.job import CHANNEL, Closed, Frame, Job, receive, send
 from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.step import StepInput, WorkerLost
 
@@ -58,7 +43,7 @@ class Ranks:
         self._channels: list[socket.socket] = []
         try:
             self._start(command)
-            self._await(READY, set(range(job.world)), job.start_s)
+            self._await(Frame.READY, set(range(job.world)), job.start_s)
         except BaseException:
             self.close()
             raise
@@ -67,21 +52,21 @@ class Ranks:
         message, asked = batch.encode(), picks.encode()
         for channel in self._channels:
             with contextlib.suppress(Closed):  # noticed below
-                send(channel, STEP, message)
-                send(channel, PICK, asked)
-        return Picked.decode(self._await(DONE, {0}, self._job.step_s)[0])
+                send(channel, Frame.STEP, message)
+                send(channel, Frame.PICK, asked)
+        return Picked.decode(self._await(Frame.DONE, {0}, self._job.step_s)[0])
 
     def adapt(self, slot: int, folder: str) -> None:
-        if wrong := self._ask(ADAPT, folder.encode()):
+        if wrong := self._ask(Frame.ADAPT, folder.encode()):
             raise ValueError(wrong)
-        self._ask(PUT, str(slot).encode())
+        self._ask(Frame.PUT, str(slot).encode())
 
-    def _ask(self, kind: bytes, body: bytes) -> str:
+    def _ask(self, kind: Frame, body: bytes) -> str:
         """Sends a frame to all ranks; returns the first answer that is not empty."""
         for channel in self._channels:
             with contextlib.suppress(Closed):  # noticed below
                 send(channel, kind, body)
-        answers = self._await(DONE, set(range(self._job.world)), self._job.start_s)
+        answers = self._await(Frame.DONE, set(range(self._job.world)), self._job.start_s)
         return next(filter(None, answers.values()), b"").decode()
 
     def check(self) -> None:
@@ -94,7 +79,7 @@ class Ranks:
         for channel in self._channels:
             with contextlib.suppress(Closed):
                 channel.settimeout(1)
-                send(channel, QUIT)
+                send(channel, Frame.QUIT)
         deadline = time.monotonic() + 5
         for worker in self._workers.all:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,9 +103,9 @@ class Ranks:
             channel.settimeout(self._job.step_s)
             self._workers.watch(channel, rank)
             with contextlib.suppress(Closed):
-                send(channel, JOB, self._job.encode())
+                send(channel, Frame.JOB, self._job.encode())
 
-    def _await(self, kind: bytes, ranks: set[int], seconds: float) -> dict[int, bytes]:
+    def _await(self, kind: Frame, ranks: set[int], seconds: float) -> dict[int, bytes]:
         """Waits for one frame of a kind from each of these ranks, and returns their bodies by rank; raises WorkerLost
         if anything goes wrong, or no frame comes for so many seconds."""
         deadline = time.monotonic() + seconds
@@ -134,7 +119,7 @@ class Ranks:
                 except (Closed, ValueError):
                     self._workers.forget(self._channels[rank])  # its message or its exit says why
                     continue
-                if received == LOADING:
+                if received == Frame.LOADING:
                     deadline = time.monotonic() + seconds
                 if received == kind:
                     missing.discard(rank)

@@ -17,22 +17,7 @@ from tpshard.parallelism.runtime.context import connect
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.programs.server.serving import ServingPrograms
-from tpshard.serve.engine.job import (
-    ADAPT,
-    CHANNEL,
-    DONE,
-    JOB,
-    LOADING,
-    PICK,
-    PUT,
-    QUIT,
-    READY,
-    STEP,
-    Closed,
-    Job,
-    receive,
-    send,
-)
+from tpshard.serve.engine.job import CHANNEL, Closed, Frame, Job, receive, send
 from tpshard.serve.engine.picks import Picks
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import StepInput
@@ -47,7 +32,7 @@ def work(place: WorkerPlace, prepare: Prepare) -> int:
     channel = socket.socket(fileno=int(os.environ[CHANNEL]))
     try:
         kind, body = receive(channel)
-        if kind != JOB:
+        if kind != Frame.JOB:
             raise ValueError(f"received a frame of kind {kind!r} instead of a job")
         job = Job.decode(body)
         programs, weights = prepare(job)
@@ -77,7 +62,7 @@ def _telling(channel: socket.socket) -> Callable[[], None]:
         nonlocal told
         if time.monotonic() >= told + 1:
             told = time.monotonic()
-            send(channel, LOADING)
+            send(channel, Frame.LOADING)
 
     return tell
 
@@ -93,29 +78,29 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 def _answer(channel: socket.socket, runner: ProgramRunner, answers: bool) -> None:
     """Computes steps until told to quit. answers: whether this rank sends the tokens."""
-    send(channel, READY)
+    send(channel, Frame.READY)
     adapter: dict[str, Tensor] = {}
     while True:
         kind, body = receive(channel)
-        if kind == QUIT:
+        if kind == Frame.QUIT:
             return
-        if kind == ADAPT:  # no rank's slot changes before every rank has read it
+        if kind == Frame.ADAPT:  # no rank's slot changes before every rank has read it
             wrong = ""
             try:
                 adapter = runner.read_adapter(body.decode())
             except (ValueError, OSError) as error:
                 wrong = str(error) or type(error).__name__
-            send(channel, DONE, wrong.encode())
+            send(channel, Frame.DONE, wrong.encode())
             continue
-        if kind == PUT:
+        if kind == Frame.PUT:
             runner.put_adapter(int(body), adapter)
             adapter = {}
-            send(channel, DONE)
+            send(channel, Frame.DONE)
             continue
-        if kind != STEP:
+        if kind != Frame.STEP:
             raise ValueError(f"received a frame of kind {kind!r} instead of a step")
         kind, asked = receive(channel)
-        if kind != PICK:
+        if kind != Frame.PICK:
             raise ValueError(f"received a frame of kind {kind!r} instead of what a step is asked for")
         batch = StepInput.decode(body)
         if not answers and not runner.choose_together:
@@ -123,4 +108,4 @@ def _answer(channel: socket.socket, runner: ProgramRunner, answers: bool) -> Non
             continue
         picked = runner.step(batch, Picks.decode(asked))
         if answers:
-            send(channel, DONE, picked.encode())
+            send(channel, Frame.DONE, picked.encode())

@@ -27,7 +27,7 @@ from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models import to_hf
 from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.serve.engine.engine import Engine
-from tpshard.serve.engine.job import LOADING, READY, send
+from tpshard.serve.engine.job import Frame, send
 from tpshard.serve.engine.ranks import Ranks
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import WorkerLost
@@ -119,7 +119,10 @@ def test_a_worker_that_says_nothing_is_lost(folder: Path) -> None:
 def test_workers_that_read_weights_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as one of them says now and then that it does."""
     channels = [socket.socketpair() for _ in range(2)]
-    now, frames = [0.0], [(0, LOADING), (1, LOADING), (0, READY), (1, LOADING), (1, READY)]
+    now, frames = (
+        [0.0],
+        [(0, Frame.LOADING), (1, Frame.LOADING), (0, Frame.READY), (1, Frame.LOADING), (1, Frame.READY)],
+    )
 
     class Silent:
         """Workers that say something after every second silence of 400 s."""
@@ -140,9 +143,9 @@ def test_workers_that_read_weights_have_more_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tpshard.serve.engine.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
     ranks = object.__new__(Ranks)
     ranks._channels, ranks._workers = [ours for ours, _ in channels], Silent()  # type: ignore[assignment]
-    assert set(ranks._await(READY, {0, 1}, 600)) == {0, 1}
+    assert set(ranks._await(Frame.READY, {0, 1}, 600)) == {0, 1}
     with pytest.raises(WorkerLost, match="rank 0 did not answer within 600 s"):
-        ranks._await(READY, {0}, 600)
+        ranks._await(Frame.READY, {0}, 600)
 
 
 def test_a_worker_that_cannot_start_says_why(folder: Path, tmp_path: Path, copies: None) -> None:
