@@ -177,7 +177,7 @@ class Timeout(Section):
     """Seconds after which a worker that does not answer counts as lost."""
 
     start: Positive = 600
-    """Seconds without progress until the first step is done; each block of weights that is read is progress."""
+    """Seconds without progress until the first step is done; each part of a file that is read is progress."""
     step: Positive = 600
     """Between steps."""
 

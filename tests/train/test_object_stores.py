@@ -26,6 +26,7 @@ from tpshard.train.checkpoints.checkpoint import SaveFailed, clean, save, steps
 from tpshard.train.checkpoints.restore import SavedCheckpoint, newest, open_checkpoint
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.checkpoints.store_path import StoreError, StorePath
+from tpshard.train.checkpoints.verify import sha256_of
 from tpshard.train.run import store_lock
 from tpshard.train.run.run_lock import Holder, Taken
 from tpshard.train.run.run_store import RunStore
@@ -88,7 +89,9 @@ def test_a_large_file_is_sent_in_parts_and_summed_as_it_is_sent(
     checkpoint = open_checkpoint(place / "step-000001")
     assert torch.equal(checkpoint.tensor("w"), big["w"].tensor)
     ((name, file),) = checkpoint.files.items()
-    assert (place / "step-000001" / name).sha256() == file["sha256"]
+    read: list[int] = []
+    assert sha256_of(place / "step-000001" / name, read.append) == file["sha256"]
+    assert len(read) == 3 and sum(read) == file["bytes"]
 
 
 def test_the_last_ones_are_kept_and_a_course_that_was_left_is_neither_resumed_from_nor_lost(place: StorePath) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,10 +17,12 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.file_lock import is_at, try_lock
 from tpshard.files.folder_json import read_regular
 from tpshard.kernels.dtypes import dtype_name
+from tpshard.parallelism.runtime.context import Context, alone
 from tpshard.train.checkpoints.checkpoint import FORMAT, OPTIMIZER, VERSION, check_cover, manifest_sum, step_name, steps
 from tpshard.train.checkpoints.checkpoint_drafts import MANIFEST
-from tpshard.train.checkpoints.shards import StoredTensors, sha256_of
+from tpshard.train.checkpoints.shards import StoredTensors
 from tpshard.train.checkpoints.store_path import Location, StoreError, StorePath
+from tpshard.train.checkpoints.verify import Read, first_damage, sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +73,11 @@ class SavedCheckpoint:
         Raises:
             Damaged: names the first file that is missing, truncated or changed.
         """
-        with ThreadPoolExecutor(8) as readers:  # hashing releases the interpreter's lock
-            for damage in readers.map(self._damage, self.files):
-                if damage:
-                    raise Damaged(damage)
+        if damage := first_damage({name: file["bytes"] for name, file in self.files.items()}, self.damage, alone()):
+            raise Damaged(damage)
 
-    def _damage(self, name: str) -> str:
-        """The fault of a file; "" if it has none."""
+    def damage(self, name: str, read: Read) -> str:
+        """The fault of a file; "" if it has none. `read` is called with the bytes of each part that was read."""
         path, file = self.folder / name, self.files[name]
         try:
             if isinstance(path, StorePath):
@@ -88,7 +87,7 @@ class SavedCheckpoint:
                 size, same = path.stat().st_size, False
             if size != file["bytes"]:
                 return f"{path} has {size} bytes, not {file['bytes']}"
-            if not same and sha256_of(path) != file["sha256"]:
+            if not same and sha256_of(path, read) != file["sha256"]:
                 return f"{path} has changed since it was written (its sha256 differs)"
         except FileNotFoundError:
             return f"{path} is missing"
@@ -188,13 +187,15 @@ class SavedCheckpoint:
             raise Damaged(f"{self.folder / file} cannot be read: {error}") from error
 
 
-def newest(directory: Location) -> SavedCheckpoint | None:
+def newest(directory: Location, context: Context | None = None) -> SavedCheckpoint | None:
     """The newest undamaged checkpoint. Damaged ones are named in a warning and passed over.
 
-    Reads the whole checkpoint: one process should choose, and tell the others the step.
+    Reads the whole checkpoint: with a `context` every rank must call it, each reads a share of the files, and each byte
+    that one of them reads is progress to the watchdogs of all.
 
     Args:
         directory: a run's `checkpoints`.
+        context: this rank's connection to the others; None for a process without others.
 
     Returns:
         None where there is no checkpoint.
@@ -202,20 +203,22 @@ def newest(directory: Location) -> SavedCheckpoint | None:
     Raises:
         Mistakes: exit 7; all checkpoints are damaged.
     """
-    refused = []
-    for path in reversed(steps(directory).values()):
-        try:
-            checkpoint = SavedCheckpoint(path)
-            if path.name != step_name(checkpoint.step):
-                raise Damaged(f"{path} holds step {checkpoint.step}: it was renamed from {step_name(checkpoint.step)}")
-            checkpoint.verify()
-        except Damaged as error:
-            refused.append(str(error))
-            logger.warning("checkpoint %s is damaged: %s", path.name, error)
-            continue
-        if refused:
-            logger.warning("falling back to %s", path.name)
-        return checkpoint
+    context = context or alone()
+    refused: list[str] = []
+    names = [path.name for path in reversed(steps(directory).values())] if context.is_main else []
+    for name in context.from_main(names):
+        checkpoint, damage = _open(directory / name)
+        if not (damage := next(filter(None, context.gather(damage)), "")):
+            assert checkpoint is not None
+            files = {name: file["bytes"] for name, file in checkpoint.files.items()}
+            damage = first_damage(files, checkpoint.damage, context)
+        if not damage:
+            if refused and context.is_main:
+                logger.warning("falling back to %s", name)
+            return checkpoint
+        refused.append(damage)
+        if context.is_main:
+            logger.warning("checkpoint %s is damaged: %s", name, damage)
     if refused:
         raise Mistakes.one(
             f"every checkpoint in {directory} is damaged",
@@ -224,6 +227,17 @@ def newest(directory: Location) -> SavedCheckpoint | None:
             fix="restore one from a copy, or start over with checkpoint.resume: never",
         )
     return None
+
+
+def _open(path: Location) -> tuple[SavedCheckpoint | None, str]:
+    """The checkpoint in a folder that is named by its step, or why it cannot be opened."""
+    try:
+        checkpoint = SavedCheckpoint(path)
+    except Damaged as error:
+        return None, str(error)
+    if path.name != step_name(checkpoint.step):
+        return None, f"{path} holds step {checkpoint.step}: it was renamed from {step_name(checkpoint.step)}"
+    return checkpoint, ""
 
 
 def open_checkpoint(folder: Location) -> SavedCheckpoint:

@@ -96,13 +96,6 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
     return size, digest.hexdigest()
 
 
-def sha256_of(path: Location) -> str:
-    if isinstance(path, StorePath):
-        return path.sha256()
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class StoredTensors:
     """A safetensors file in a store, of which only the bytes that are asked for are read.
 

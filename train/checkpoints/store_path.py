@@ -112,12 +112,10 @@ class StorePath:
     def read_text(self) -> str:
         return self.read_bytes().decode()
 
-    def sha256(self) -> str:
-        """The sum of an object, which is read in parts."""
-        digest, size = hashlib.sha256(), self.stat().size
-        for start in range(0, size, PART):
-            digest.update(self.read_bytes(start, min(start + PART, size)))
-        return digest.hexdigest()
+    def parts(self) -> Iterator[bytes]:
+        """The bytes of an object, one part after another."""
+        size = self.stat().size
+        return (self.read_bytes(start, min(start + PART, size)) for start in range(0, size, PART))
 
     def write_bytes(self, data: bytes, *, new: bool = False) -> None:
         """Writes an object at once. `new`: FileExistsError if it exists."""

@@ -20,7 +20,7 @@ from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.fit.batching import BatchPlan
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.checkpoints.background_save import BackgroundSaver
-from tpshard.train.checkpoints.checkpoint import OPTIMIZER, step_name
+from tpshard.train.checkpoints.checkpoint import OPTIMIZER
 from tpshard.train.checkpoints.restore import SavedCheckpoint, newest
 from tpshard.train.checkpoints.store_path import Location
 from tpshard.train.data.generated_rows import GeneratedRows
@@ -116,13 +116,9 @@ class TrainingLoop:
             self.progress.note(f"warning: {changed}")
 
     def _newest(self) -> SavedCheckpoint | None:
-        """The newest undamaged checkpoint. Rank 0 verifies; the others follow its choice."""
+        """The newest undamaged checkpoint, verified by all ranks together."""
         with self.context.watchdog.allow(float(self.recipe.timeout_s.start), "reading checkpoints"):
-            checkpoint = newest(self.checkpoints) if self.context.is_main else None
-            step = self.context.from_main(None if checkpoint is None else checkpoint.step)
-        if step is None:
-            return None
-        return checkpoint or SavedCheckpoint(self.checkpoints / step_name(step))
+            return newest(self.checkpoints, self.context)
 
     def _restore(self, checkpoint: SavedCheckpoint) -> None:
         """Sets the engine and the course to a checkpoint's. `resume: force` starts the optimizer anew where the
