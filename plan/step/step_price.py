@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pipeline import core_turns
 from tpshard.parallelism.pipeline.core_turns import host_shares
-from tpshard.parallelism.pipeline.schedules import Slot, StageTask
+from tpshard.parallelism.pipeline.schedules import Kind, Slot, StageTask
 from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, program_of
 from tpshard.parallelism.pricing.communicators import communicator_bytes
 from tpshard.parallelism.pricing.cost import Device, collective
@@ -63,8 +64,9 @@ def price_step(programs: TrainingPrograms, whole: Device, per_host: int, compile
         devices.append(DevicePrice(busy_s, once_s, peak.memory.peak_bytes, table.most_held(i), *_sent(parts)))
         parts_of.append(parts)
         peaks.append(peak)
-    slots = _timetable(programs, own, per_host, seconds, lambda task: _send_delay(*runs[task.kind, task.stage]))
-    pipeline = PricedPipeline(table, slots, _stage_prices(programs, runs), devices, programs.balanced)
+    late = {key: _send_delay(*run) for key, run in runs.items()}
+    slots = _timetable(programs, own, per_host, seconds, lambda task: late[task.kind, task.stage])
+    pipeline = PricedPipeline(table, slots, _stage_prices(programs, runs, late), devices, programs.balanced)
     parts, mesh = parts_of[pipeline.slowest], programs.setting.mesh
     topology = Topology(mesh, per_host)
     further = max(communicator_bytes([part.part.program for part in each], device, topology) for each in parts_of)
@@ -142,16 +144,24 @@ def _activations(programs: TrainingPrograms, place: int) -> Iterator[tuple[Stage
     """Yields a device's tasks with the bytes of activations beside each: those of other tasks and of messages to come,
     and those that its own micro-batch saved for a later task."""
     row, stages = programs.table.rows[place], programs.stages
+
+    @cache
+    def input_bytes(kind: Kind, stage: int, ports: str) -> int:
+        return bytes_of(program_of(stages, StageTask(kind, stage, 0)).inputs, ports)
+
+    @cache
+    def saved_after(kind: Kind, stage: int) -> int:
+        if kind == "I":
+            return input_bytes("W", stage, "saved")
+        return bytes_of(program_of(stages, StageTask(kind, stage, 0)).outputs, "saved") if kind == "F" else 0
+
     held: Counter[tuple[int, int]] = Counter()
     held_bytes = 0  # the sum of `held`
     for i, task in enumerate(row):
-        key, program = (task.stage, task.micro), program_of(stages, task)
-        coming = (program_of(stages, later) for later in row[i + 1 : i + 1 + RECEIVES_AHEAD])
-        messages = sum(bytes_of(later.inputs, "received") for later in coming)
-        yield task, held_bytes - held[key] + messages, max(0, held[key] - bytes_of(program.inputs, "saved"))
-        after = bytes_of(program.outputs, "saved") if task.kind in "FI" else 0
-        if task.kind == "I":
-            after = bytes_of(program_of(stages, task._replace(kind="W")).inputs, "saved")
+        key = task.stage, task.micro
+        messages = sum(input_bytes(*later[:2], "received") for later in row[i + 1 : i + 1 + RECEIVES_AHEAD])
+        yield task, held_bytes - held[key] + messages, max(0, held[key] - input_bytes(*task[:2], "saved"))
+        after = saved_after(*task[:2])
         held_bytes += after - held[key]
         held[key] = after
 
@@ -190,7 +200,9 @@ def _timetable(
     return table.timetable(seconds, send_delay)
 
 
-def _stage_prices(programs: TrainingPrograms, runs: StageRuns) -> list[StagePrice]:
+def _stage_prices(
+    programs: TrainingPrograms, runs: StageRuns, late: Mapping[tuple[str, int], float]
+) -> list[StagePrice]:
     table, prices = programs.table, []
     for stage in programs.stages:
         sent = (info_of(n).comm for program in stage.programs for n in program.graph.nodes)
@@ -199,7 +211,7 @@ def _stage_prices(programs: TrainingPrograms, runs: StageRuns) -> list[StagePric
                 stage.index, table.device_of(stage.index), programs.layers[stage.index] if programs.layers else 0,
                 bytes_of(stage.forward.outputs, "saved"),
                 sum(c.bytes for c in sent if c is not None and c.kind == "send"),
-                _send_delay(*runs[table.kinds[0], stage.index]),
+                late[table.kinds[0], stage.index],
                 {TASKS[kind]: _until_handed_over(runs[kind, stage.index][1]) for kind in table.kinds},
             )
         )  # fmt: skip
