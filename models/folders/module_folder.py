@@ -38,7 +38,8 @@ def refuse_module(raw: Mapping[str, Any], folder: str | os.PathLike[str]) -> Non
         raise FolderError(
             f"{folder} holds the weights of {named[0]}, a user's module, which is code: it is imported for a recipe, "
             "never for a folder",
-            f"serve or evaluate a recipe with model.module: {named[0]} and serve.checkpoint: {folder}",
+            f"tpshard evaluate RECIPE serve.checkpoint={folder}, with a RECIPE that has model.module: {named[0]}; "
+            "`serve` takes it so too, if its task is lm",
         )
 
 

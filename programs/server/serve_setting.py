@@ -67,7 +67,8 @@ class ServeSetting:
         if recipe.task != "lm":
             raise Mistakes.one(
                 f"a model with `task: {recipe.task}` cannot be served", exit=Exit.FIT, where=recipe.where("task"),
-                why="a server predicts the next token", fix="serve a model that is trained with task: lm",
+                why="a server predicts the next token",
+                fix="serve a model that is trained with task: lm; `tpshard evaluate` says the loss of this one",
             )  # fmt: skip
         mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
         setting = ServeSetting(recipe, mesh, served, kind, slots or slots_of(recipe, served.spec))

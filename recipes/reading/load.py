@@ -152,6 +152,9 @@ def find(name: str) -> Path:
     if (path / "config.json").is_file():
         why = "a Hugging Face folder, which is a model"
         fix = f"tpshard serve quickstart serve.checkpoint={name}; or a recipe with `model: {{hf: {name}}}`"
+        if b'"tpshard_module"' in (path / "config.json").read_bytes()[:1_000_000]:
+            why = "a folder of `tpshard quantize`, whose model is a module of your own"
+            fix = f"name the recipe that it was made from, with serve.checkpoint={name}"
     elif hub := other_tools.hub_fix(name):
         fix = hub
     raise Mistakes.one(f"there is no recipe `{name}`", exit=Exit.USAGE, why=why, fix=fix)

@@ -283,7 +283,8 @@ class Quantizer:
         if heads is not None or self.layered.knows_heads or self.order != "head_local":
             return heads
         found = joined_heads(layer, name, call)
-        return found if found is not None and size > 0 and found.head_dim % size == 0 else None
+        divide = found is not None and size > 0 and 0 in (found.head_dim % size, size % found.head_dim)
+        return found if divide else None
 
     def _nearest(self, layer: nn.Module, prefix: str) -> nn.Module:
         """A layer with its linears rounded to nearest, and the rest in fp16, as the baseline's folder stores it."""

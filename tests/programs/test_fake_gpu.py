@@ -117,6 +117,21 @@ def test_programs_of_a_family_have_all_tensors_on_their_device(name: str, tmp_pa
         run_steps(build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "gpu"), "gpu")))
 
 
+@pytest.mark.parametrize("names", ["Vision:Images", "Translator:Reversed"])
+def test_programs_of_images_and_of_two_texts_have_all_tensors_on_their_device(names: str) -> None:
+    """With the evaluation that a quantized folder of theirs is read for, and cross-attention."""
+    module, task = names.split(":")
+    recipe = loads(
+        "name: own\ncluster: {device: cpu, devices_per_node: 4}\nmesh: {fsdp: 2, tp: 2}\n"
+        f"task: 'task_models:{task}'\nmodel: {{module: 'task_models:{module}', seq_len: 12, dtype: bf16}}\n"
+        "batch: {global_sequences: 8}\nsharding: {rules: {batch: [dp, fsdp], heads: tp, mlp: tp}}"
+    )
+    programs = training.build(Setting.of(recipe)).programs
+    assert "evaluation of stage 0" in programs
+    for program in programs.values():
+        run_on_fake_gpu(program, program.mesh.ranks - 1)
+
+
 def test_a_step_with_adapters_is_captured_and_has_all_tensors_on_its_device() -> None:
     recipe = load("tiny", ["model.layers=1", "serve.mesh.tp=2"])
     served = model_to_serve(recipe, "gpu")

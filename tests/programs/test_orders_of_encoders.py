@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpu import run_on_fake_gpu
 from torch import Tensor, nn
 from tpshard.models.encoder import Encoder
 from tpshard.parallelism.mesh import Mesh
@@ -94,3 +95,4 @@ def test_an_encoders_orders_are_absorbed(
         values += [arrangement.order(order, groups.get) for order in arrangement.inputs.values()]
         torch.testing.assert_close(program.simulate(*values)[0], f(*stored.values()), rtol=1e-4, atol=1e-5)
         assert {c.kind for c in program.collectives} <= {"all_reduce"}
+        run_on_fake_gpu(program, tp - 1)

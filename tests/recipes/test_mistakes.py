@@ -195,6 +195,9 @@ def test_a_hugging_face_folder_in_place_of_a_recipe_is_told_where_it_goes(tmp_pa
         load(tmp_path)
     (told,) = error.value.diagnostics
     assert "which is a model" in told.why and f"serve.checkpoint={tmp_path}" in told.fix
+    (tmp_path / "config.json").write_text('{"tpshard_module": "mine:Own", "args": {}}')
+    with pytest.raises(Mistakes, match="name the recipe that it was made from"):
+        load(tmp_path)
 
 
 def test_an_alias_bomb_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
