@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -241,8 +242,16 @@ def import_object(key: str, path: str) -> Any:
         for part in attribute.split("."):
             target = getattr(target, part)
     except AttributeError as error:
-        raise ValueError(f"`{key}: {path}`: {package} has no {attribute}") from error
+        raise ValueError(f"`{key}: {path}`: {package} has no {attribute}{_other_file(package)}") from error
     return target
+
+
+def _other_file(package: str) -> str:
+    """What to add where the working directory has a file of an imported module's name that is not this module."""
+    own, found = Path(*package.split(".")).with_suffix(".py"), sys.modules[package].__file__
+    if not own.is_file() or (found is not None and own.samefile(found)):
+        return ""
+    return f"; it is {found or 'a module of Python'}, found before ./{own}: give your file another name"
 
 
 def _place(make: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -228,6 +228,7 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
         ((), "unknown role 'usr'"),
         (("data.chat_template=none.jinja", "data.bad_rows=1"), "template of the recipe writes nothing"),
         (("data.chat_template=no.jinja",), "No such file"),
+        (("data.chat_template='{{ messages }}'",), "write it into a file, such as template.jinja"),
         (("data.sources=[{source: talks.jsonl, filter: {lang: en}}]",), "no row has lang en"),
     ):
         assert run(["validate", "--json", "tiny", *chat, *more]) == Exit.DATA

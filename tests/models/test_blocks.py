@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.models import build, build_module
+from tpshard.models.assemble import import_object
 from tpshard.models.dims import name, param_dims
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.family import DIMS
@@ -231,6 +232,18 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
     script.write_text(code)
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "torch.Size([7])\n"
+
+
+def test_a_file_with_the_name_of_another_module_is_told_which_one_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sched.py").write_text("def half(): ...\n")
+    with pytest.raises(ValueError, match=r"sched has no half; it is .*sched.py, found before ./sched.py"):
+        import_object("schedule.name", "sched:half")
+    (tmp_path / "only_here.py").write_text("")
+    with pytest.raises(ValueError, match=r"only_here has no half$"):
+        import_object("schedule.name", "only_here:half")
 
 
 @pytest.mark.parametrize(

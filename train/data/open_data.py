@@ -130,11 +130,16 @@ def open_data(
 
 
 def template_of(recipe: Recipe) -> str | None:
-    """The source of the chat template that the recipe names; None where it names none. Mistakes (exit 6) for a file
-    that cannot be read."""
+    """The source of the chat template that the recipe names; None where it names none. Mistakes (exit 6) for a
+    template instead of a file, and for a file that cannot be read."""
     named = recipe.data.chat_template
     if named is None or named == "chatml":
         return None if named is None else CHATML
+    if "{{" in named or "{%" in named:
+        raise Mistakes.one(
+            "a chat template stands where the name of its file is expected", exit=Exit.DATA,
+            where=recipe.where("data.chat_template"), fix="write it into a file, such as template.jinja, and name that",
+        )  # fmt: skip
     try:
         raw = Path(named).expanduser().read_bytes()
         if len(raw) > LONGEST_TEMPLATE:
