@@ -34,6 +34,8 @@ LEAST = {"cpu": 1, "gpu": TILE}
 """Rows of the smallest step."""
 APART = {"cpu": 2, "gpu": 8}
 """The ratio of consecutive step sizes. On a GPU the first dozens of rows cost as much as one."""
+HALFWAY = 2 * TILE
+"""From this size on a CPU has a step halfway to the next one: its time is proportional to the rows there."""
 CHOOSING = (1, 8)
 """The smaller numbers of rows for which there are programs that choose tokens."""
 CHUNKS_APART = 4
@@ -156,7 +158,10 @@ class ServeSetting:
         least = max(LEAST[self.kind], self.spec.fewest_rows)
         sizes = [TILE if sharded else least]  # rows that may be sharded are divided by their devices
         while sizes[-1] < most:
-            sizes.append(min(sizes[-1] * APART[self.kind], most))
+            size, following = sizes[-1], min(sizes[-1] * APART[self.kind], most)
+            if self.kind == "cpu" and not sharded and size >= HALFWAY and following == 2 * size:
+                sizes.append(size + size // 2)
+            sizes.append(following)
         return tuple(sizes)
 
     @cached_property

@@ -46,7 +46,7 @@ def test_the_probe_sees_another_order_of_sums(dtype: torch.dtype, monkeypatch: p
 
     monkeypatch.setattr(linear, "product", product)
     monkeypatch.setattr(one_row, "probed", lambda *args: 0)
-    assert linear.probed.__wrapped__(96, 64, dtype, 1).tiles == (64, 32, 16, 8, 2, 1)
+    assert linear.probed.__wrapped__(96, 64, dtype, 1).tiles == tuple(tile for tile in linear.TILES if tile != 4)
 
 
 @pytest.mark.parametrize("k,summed", [(96, 96), (96, 64), (64, 16)])
