@@ -10,6 +10,7 @@ from typing import Any
 
 from tpshard.files.folder_json import read_json
 from tpshard.files.linear_regex import matches_start
+from tpshard.kernels.fp8.scaled_config import is_scaled
 
 BITS = (2, 3, 4, 8)
 # Spellings of each key in published folders, newest first.
@@ -131,7 +132,7 @@ def _check_dynamic(pattern: str, overrides: Any, where: str) -> None:
 
 
 def read_config(folder: str | Path) -> GPTQConfig | None:
-    """The GPTQ settings of an HF folder, or None where it is not quantized.
+    """The GPTQ settings of an HF folder, or None where it is not quantized, or in 8 bits with scales (`scaled_config`).
 
     Reads `config.json: quantization_config`, else `quantize_config.json`. Raises ValueError naming the unreadable key.
     """
@@ -144,5 +145,5 @@ def read_config(folder: str | Path) -> GPTQConfig | None:
         if raw is not None:
             if not isinstance(raw, dict):
                 raise ValueError(f"{path.name}: {key} must be an object.")
-            return _settings(raw, path.name)
+            return None if is_scaled(raw) else _settings(raw, path.name)
     return None

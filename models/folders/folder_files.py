@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tpshard.models.folders.folder_tokenizer import SLOW, TOOL_USE_FILE
+from tpshard.models.folders.foreign_formats import MODELOPT
 from tpshard.models.folders.hf_json import TOKENIZER, file_inside, read_json, refuse_code
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ _KINDS = {
 _NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 """Names without a suffix that are copied too."""
 _FOLDERS = ("additional_chat_templates",)
-_WRITTEN = ("config.json", "quantize_config.json", "manifest.json", "adapter_config.json")
+_WRITTEN = ("config.json", "quantize_config.json", MODELOPT, "manifest.json", "adapter_config.json")
 """Files that describe the weights, which are written anew or belong to none."""
 _MOST = 100
 """Files that are copied at most."""

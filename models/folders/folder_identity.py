@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 from tpshard.files.folder_json import read_regular
+from tpshard.models.folders.foreign_formats import MODELOPT
 from tpshard.models.folders.hf_headers import entries, has_weights, homes
 
-CONFIGS = ("config.json", "quantize_config.json")
+CONFIGS = ("config.json", "quantize_config.json", MODELOPT)
 
 
 def folder_identity(folder: str | os.PathLike[str]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tpshard.files.folder_json import FolderError
+from tpshard.files.folder_json import FolderError, read_json
+from tpshard.kernels.fp8.scaled_config import ScaledConfig, is_scaled, scaled_config
 
 _DENSE = "name the dense model that it was made from; `tpshard quantize` makes a GPTQ folder of that"
 _DEQUANTIZED = "; or write it dense with transformers: load it with {}, then save_pretrained"
@@ -73,12 +74,9 @@ def refuse_format(folder: Path) -> None:
 
 
 def refuse_quantization(raw: Mapping[str, Any], where: Path) -> None:
-    """Raises FolderError for a config.json that describes quantized weights other than GPTQ's."""
-    settings = raw.get("quantization_config")
-    if "compression_config" in raw:
-        settings = {"quant_method": "compressed-tensors"}
-    if settings is None and (where.parent / "quant_config.json").is_file():
-        settings = {"quant_method": "awq"}  # AutoAWQ's file
+    """Raises FolderError for a config.json that describes quantized weights other than GPTQ's and those of 8 bits with
+    scales."""
+    settings = quantization_of(raw, where.parent)
     if settings is None and isinstance(raw.get("quantization"), Mapping):
         raise FolderError(f"{where} describes weights quantized by MLX, which are not read", _DENSE)
     if not isinstance(settings, Mapping):
@@ -91,8 +89,41 @@ def refuse_quantization(raw: Mapping[str, Any], where: Path) -> None:
         return
     others = (f"the method {str(method)[:60]!r}", "")
     name, loading = next((entry for known, entry in METHODS.items() if key.startswith(known)), others)
-    fix = _DENSE + (_DEQUANTIZED.format(loading) if loading else "")
-    raise FolderError(f"{where} describes weights quantized by {name}, which are not read: only GPTQ's are", fix)
+    fix, read = _DENSE + (_DEQUANTIZED.format(loading) if loading else ""), "which are not read"
+    if is_scaled(settings):
+        try:
+            scaled_config(settings)
+        except ValueError as error:
+            read = f"of which {error} is not read"
+        else:
+            return
+    others_read = "GPTQ's are, and those of 8 bits with scales (fp8, compressed-tensors, FBGEMM, ModelOpt)"
+    raise FolderError(f"{where} describes weights quantized by {name}, {read}: {others_read}", fix)
+
+
+def quantization_of(raw: Mapping[str, Any], folder: Path) -> Any:
+    """The `quantization_config` of a folder with this config.json, which may stand under another name or in a file of
+    its tool; None where there is none."""
+    if (settings := raw.get("quantization_config", raw.get("compression_config"))) is not None:
+        older = {"quant_method": "compressed-tensors"} if "quantization_config" not in raw else {}
+        return {**older, **settings} if isinstance(settings, Mapping) else settings
+    if (folder / "quant_config.json").is_file():
+        return {"quant_method": "awq"}  # AutoAWQ's file
+    if (folder / MODELOPT).is_file():
+        described = read_json(folder, MODELOPT).get("quantization")
+        return {"quant_method": "modelopt", **(described if isinstance(described, Mapping) else {"quant_algo": "none"})}
+    return None
+
+
+def scaled_folder(folder: Path) -> ScaledConfig | None:
+    """How a folder stores weights of 8 bits with scales; None for a folder of other weights."""
+    there = (folder / "config.json").is_file()
+    settings = quantization_of(read_json(folder, "config.json"), folder) if there else None
+    return scaled_config(settings) if isinstance(settings, Mapping) and is_scaled(settings) else None
+
+
+MODELOPT = "hf_quant_config.json"
+"""ModelOpt's file, which describes a folder's weights."""
 
 
 def pickled(folder: Path, names: str) -> FolderError:

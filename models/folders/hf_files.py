@@ -95,6 +95,7 @@ class Tensors:
 
 def holds_nan(value: Tensor) -> bool:
     """Whether any value of a tensor is NaN. Infinities are values: some biases exclude tokens by them."""
+    value = value.float() if value.dtype.itemsize == 1 and value.is_floating_point() else value  # has no sum
     return (
         value.is_floating_point() and not bool(value.sum(dtype=torch.float32).isfinite()) and bool(value.isnan().any())
     )

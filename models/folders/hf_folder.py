@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from tpshard.files.atomic import write_aside
 from tpshard.files.tensor_file import write_tensors
 from tpshard.models.families.config import ModelConfig
-from tpshard.models.folders import hf_config, hf_files, hf_headers, hf_json
+from tpshard.models.folders import hf_config, hf_headers, hf_json
 from tpshard.models.folders.folder_files import copy_small_files, tokenizer_paths
 from tpshard.models.folders.folder_tokenizer import special_tokens
 from tpshard.models.folders.hf_names import fuse, hf_modules, hf_tensors
-from tpshard.models.folders.hf_quantized import DequantizedTensors
+from tpshard.models.folders.hf_quantized import DequantizedTensors, tensors_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -39,9 +39,9 @@ class HFFolder:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.raw = hf_config.read_raw(self.folder)
-        self.quantized = bool(self.raw.get("quantization_config")) or (self.folder / "quantize_config.json").exists()
-        described = hf_config.read_config(self.raw, quantized=self.quantized)
-        self.tensors = DequantizedTensors(self.folder) if self.quantized else hf_files.Tensors(self.folder)
+        self.tensors = tensors_of(self.folder)
+        self.quantized = isinstance(self.tensors, DequantizedTensors)
+        described = hf_config.read_config(self.raw, quantized=True)
         if described.layers > len(self.tensors.names()):
             raise ValueError(f"{self.folder}: {described.layers} layers and {len(self.tensors.names())} tensors")
         self.config: ModelConfig = self._with_biases(described) if self.quantized else described

@@ -1,7 +1,9 @@
-"""Reading a GPTQ folder as a dense one: `P.weight` is computed from `P.qweight`, `P.scales`, ... when it is read."""
+"""Reading a quantized folder as a dense one: `P.weight` is computed when it is read, from `P.qweight`, `P.scales`, ...,
+or from 8-bit numbers and their scales."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -9,10 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.fp8.scaled_config import ScaledConfig
+from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.quantized.gptq_format import SUFFIXES, GPTQFolder
 from tpshard.kernels.quantized.quantized import Quantized
 from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.foreign_formats import scaled_folder
 from tpshard.models.folders.hf_files import Tensors
 from tpshard.models.folders.hf_headers import homes
 from tpshard.models.folders.hf_names import Home, hf_modules
@@ -72,6 +76,89 @@ class DequantizedTensors(Tensors):
             return super().block(name, starts, sizes)
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
         return self._dense(module)[cut].clone()
+
+
+class ScaledTensors(Tensors):
+    """The tensors of a folder whose weights are numbers of 8 bits with scales. Each is multiplied to fp32 when read.
+
+    ValueError for numbers of 8 bits without scales, and for scales of another shape than `config` says.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], config: ScaledConfig) -> None:
+        super().__init__(folder)
+        self._config = config
+        stored = {name: super(ScaledTensors, self).dtype(name) for name in self._home}
+        self._scale_of = {name: self._scale(name) for name, dtype in stored.items() if dtype in _IN_8_BITS}
+        self._others = {*self._scale_of.values(), *filter(self._of_activations, self._home)}
+        for name, dtype in stored.items():
+            if dtype not in _IN_8_BITS and (scale := self._beside(name)) is not None:
+                raise ValueError(f"{self.folder} holds `{scale}` beside `{name}`, which is {dtype}")
+
+    def _beside(self, name: str) -> str | None:
+        return next((f"{name}{end}" for end in _SCALES if f"{name}{end}" in self._home), None)
+
+    def _of_activations(self, name: str) -> bool:
+        """Whether a tensor is a scale of activations, which are not rounded here."""
+        module, _, leaf = name.rpartition(".")
+        return (leaf in _OF_INPUTS and f"{module}.weight" in self._scale_of) or (
+            leaf in _OF_CACHE and math.prod(self.shape(name)) == 1
+        )
+
+    def _scale(self, name: str) -> str:
+        scale = self._beside(name)
+        if scale is None:
+            raise ValueError(f"{self.folder} holds `{name}` in 8 bits without `{name}{_SCALES[0]}` or `{_SCALES[1]}`")
+        if (dtype := super().dtype(scale)) not in _SCALE_DTYPES:
+            raise ValueError(f"{self.folder}: `{scale}` is of dtype {dtype}, which is not supported")
+        self._sizes(super().shape(name), super().shape(scale), name)
+        return scale
+
+    def _sizes(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> tuple[int, ...]:
+        """How many elements share a scale in each dim of a weight."""
+        counts = (*scales, *(1 for _ in range(len(shape) - len(scales))))
+        blocks = (*(1 for _ in shape[:-2]), *(self._config.block or (0, 0)))[-len(shape) :]
+        if self._config.block is None:
+            blocks = tuple(1 if count == size else size for count, size in zip(counts, shape))
+        if len(counts) != len(shape) or any(-(-n // b) != count for n, b, count in zip(shape, blocks, counts)):
+            form = "as config.json says" if self._config.block is None else f"for blocks of {list(self._config.block)}"
+            raise ValueError(f"{self.folder}: the scales {list(scales)} of `{name}` {list(shape)} are not {form}")
+        return blocks
+
+    def __contains__(self, name: object) -> bool:
+        return name not in self._others and super().__contains__(name)
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if name not in self._others]
+
+    def dtype(self, name: str) -> str:
+        return "F32" if name in self._scale_of else super().dtype(name)
+
+    def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
+        value = super().block(name, starts, sizes)
+        if name not in self._scale_of:
+            return value
+        shape, scales = self.shape(name), super().block(self._scale_of[name])
+        blocks = self._sizes(shape, tuple(scales.shape), name)
+        scales = scales.float().view(*scales.shape, *(1 for _ in range(len(shape) - scales.dim())))
+        value = value.float()
+        for dim, (start, size, block) in enumerate(zip((*starts, *(0 for _ in shape)), value.shape, blocks)):
+            scales = scales.index_select(dim, torch.arange(start, start + size) // block)
+        return value.mul_(scales)
+
+
+_IN_8_BITS = ("F8_E4M3", "F8_E5M2", "I8")
+_SCALES = ("_scale_inv", "_scale")
+"""What a weight's name ends with in that of its scales."""
+_SCALE_DTYPES = ("F32", "F16", "BF16", "F8_E8M0")
+_OF_INPUTS = ("input_scale", "input_scale_ub", "output_scale", "activation_scale")
+_OF_CACHE = ("k_scale", "v_scale", "q_scale")
+
+
+def tensors_of(folder: Path) -> Tensors:
+    """The tensors of a folder, as dense ones: of GPTQ codes, of numbers of 8 bits with scales, or as they are."""
+    if (config := scaled_folder(folder)) is not None:
+        return ScaledTensors(folder, config)
+    return DequantizedTensors(folder) if read_config(folder) is not None else Tensors(folder)
 
 
 def quantizable(config: ModelConfig) -> frozenset[str]:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.kernels.fake_mode import fake_mode
-from tpshard.kernels.quantized.gptq_config import read_config
-from tpshard.models.folders import hf_files, hf_folder
+from tpshard.models.folders import hf_folder
 from tpshard.models.folders.expert_tensors import Stack
-from tpshard.models.folders.hf_quantized import DequantizedTensors
+from tpshard.models.folders.hf_quantized import DequantizedTensors, ScaledTensors, tensors_of
 from tpshard.models.transformers.architecture import Architecture
 
 _CONSTANTS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)")
@@ -39,8 +38,8 @@ class FolderWeights:
     ) -> None:
         self.folder, self.architecture = Path(folder), architecture
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.quantized = read_config(self.folder) is not None
-        self.tensors = DequantizedTensors(folder) if self.quantized else hf_files.Tensors(folder)
+        self.tensors = tensors_of(self.folder)
+        self.quantized = isinstance(self.tensors, DequantizedTensors)
         self._turned = _transposed_names(model)
         spellings = self._spellings(model)
         stacks = {name: Stack.find(spellings[name], shape[0], self.tensors) for name, shape in self.shapes.items()}
@@ -159,7 +158,11 @@ class FolderWeights:
         options: dict[str, Any] = {
             "config": self.architecture.config, "output_loading_info": True, "ignore_mismatched_sizes": True,
         }  # fmt: skip
-        if values:
+        if values and isinstance(self.tensors, ScaledTensors):
+            own_dtype = self.architecture.config.dtype
+            dense = {name: self.tensors.block(name).to(own_dtype) for name in self.tensors.names()}
+            model, loading = cls.from_pretrained(None, state_dict=dense, **options)
+        elif values:
             model, loading = cls.from_pretrained(self.folder, use_safetensors=True, local_files_only=True, **options)
         else:
             in_this_thread = mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")  # where the mode is active

@@ -14,6 +14,7 @@ from tpshard.kernels.quantized.packed import ragged_chunk, width_of
 from tpshard.kernels.quantized.quantized import group_index
 from tpshard.kernels.quantized.quantized_linear import multiplies
 from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.foreign_formats import scaled_folder
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.folders.hf_quantized import quantizable
 from tpshard.models.model_spec import ModelSpec
@@ -190,7 +191,9 @@ def stored_model(recipe: Recipe, spec: ModelSpec, folder: Path, stored: str, kin
         quantization = Quantization.of_folder(folder, spec)
     except (ValueError, OSError) as error:
         raise _unreadable(recipe, folder, error) from error
-    return Served(spec, serving_dtype(recipe, quantization, stored, kind), quantization)
+    scaled = scaled_folder(folder)
+    note = "" if scaled is None else scaled.note
+    return Served(spec, serving_dtype(recipe, quantization, stored, kind), quantization, note)
 
 
 def _unreadable(recipe: Recipe, folder: Path, error: Exception) -> Mistakes:

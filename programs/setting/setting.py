@@ -18,6 +18,7 @@ from tpshard.models.families.layers import multiply_in_fp8
 from tpshard.models.families.mlp import group_experts
 from tpshard.models.families.routing import balance_steps
 from tpshard.models.folders.folder_tokenizer import mask_of
+from tpshard.models.folders.foreign_formats import scaled_folder
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.layer_stacks import LayerStack, keep_layers, layer_stacks, names_after
 from tpshard.models.model_spec import ModelSpec
@@ -229,6 +230,8 @@ class Setting:
         if not self.spec.packed and is_quantized(self.spec):
             notes.append(f"{self.spec.source.name} is quantized: what it stands for is trained as dense weights; "
                          "adapters.lora trains beside its codes")  # fmt: skip
+        folder = self.spec.source.folder
+        notes += [scaled.note] if folder is not None and (scaled := scaled_folder(folder)) is not None else []
         return [*notes, *naming.dtype_notes(own, self.param_dtype, type(self.model).__name__)]
 
     @cached_property

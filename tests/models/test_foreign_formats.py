@@ -33,7 +33,11 @@ def folder(place: Path, config: dict[str, Any] | None, *files: str) -> Path:
 
 
 QUANTIZED: list[tuple[dict[str, Any], str]] = [
-    *(({"quantization_config": {"quant_method": method}}, name) for method, (name, _) in METHODS.items()),
+    *(
+        ({"quantization_config": {"quant_method": method}}, name)
+        for method, (name, _) in METHODS.items()
+        if method not in ("fp8", "fbgemm_fp8")
+    ),  # which are read
     ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
     ({"quantization_config": {"quant_method": "bitsandbytes_8bit"}}, "bitsandbytes"),
     ({"quantization_config": {"quant_method": "AWQ"}}, "AWQ"),
