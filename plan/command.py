@@ -65,7 +65,7 @@ def run(
     if not report.fits:
         report.edits = edits.edits(report, recipe, variants=variants)
     elif options.suggest:
-        faster = suggest.suggest(report, recipe, tell, variants)
+        faster = suggest.suggest(report, recipe, tell, variants, planned.pricing)
         report.suggestions, report.searched, report.search_summary = faster.edits, faster.to_json(), faster.words
     elif options.what == "train":
         report.suggestions = suggest.promising(report, recipe, variants=variants)

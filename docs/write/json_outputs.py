@@ -123,7 +123,7 @@ PLAN_SOMETIMES = {
     "pipeline.*": "With `pipeline`: schedule, form, bubble, layers of each stage; if staged, seconds, bytes, table.",
     "edits[].*": "Edits that make a plan fit which does not, with what each would need and take.",
     "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",
-    "searched.*": "With `--suggest`: variants planned, unfit, unstorable and refused.",
+    "searched.*": "With `--suggest`: variants planned and unfit; unstorable, bounded and refused: not planned.",
     "programs[].*": "Of a server: rows and fingerprint of each program; with recurrent layers also `chunk`.",
     "act_orders[].*": ACT_ORDERS,
     "forecast.*": "With `--tokens`: days, device-hours, cost, energy and goodput of the whole run.",

@@ -1,8 +1,8 @@
 """`plan --suggest`: searches for changes that make a recipe faster; every variant is planned completely.
 
 Changes must not affect the model, the sequences of a step, or a dtype. First every change is tried alone; then the
-fastest one is combined with others that helped, as long as that gains. Variants whose state alone exceeds a device's
-memory are not planned.
+fastest one is combined with others that helped, as long as that gains. Variants that by their bounds (`search_bounds`)
+cannot fit are not planned, nor are those that alone cannot gain enough.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from tpshard.diagnostics.diagnostic import plural
+from tpshard.diagnostics.diagnostic import Mistakes, plural
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.plan.report.report import Edit, Report
 from tpshard.plan.search import search_pipelines
 from tpshard.plan.search.search import price_changes
+from tpshard.plan.search.search_bounds import Bounds, least_seconds
 from tpshard.plan.search.search_result import Changes, VariantPrice, as_edit, as_text
+from tpshard.plan.step.pricing import Pricing
 from tpshard.plan.step.units import seconds
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.parts.ahead import ahead
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import with_changes
 
 GAIN = 0.98
 """A change helps if a step with it takes less than this share of the recipe's step time."""
@@ -45,27 +50,36 @@ class Suggested:
     unfit: int = 0
     """The number of planned variants that exceed the memory."""
     unstorable: int = 0
-    """The number of variants not planned, because their weights, gradients and moments alone exceed the memory."""
+    """The number of variants not planned, because the least that they hold exceeds the memory."""
+    bounded: int = 0
+    """The number of variants not planned, because hiding all communication would not make a step 2% faster."""
     refused: int = 0
     """The number of variants that contradict themselves (divisibility)."""
 
     @property
     def words(self) -> str:
         outcome = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps, none is 2% faster"
-        others = [(self.unfit, "too large for a device"), (self.unstorable, "not planned, as their state is too large")]
-        others.append((self.refused, "not planned, as they do not divide"))
+        others = [(self.unfit, "too large for a device"), (self.unstorable, "not planned, as they cannot fit")]
+        others += [
+            (self.bounded, "not planned, as they cannot gain 2%"),
+            (self.refused, "not planned, as they do not divide"),
+        ]
         left = "".join(f", {number} {words}" for number, words in others if number)
         return f"{plural(self.planned, 'variant')} planned whole: {outcome}{left}"
 
     def to_json(self) -> dict[str, int]:
-        return {"planned": self.planned, "unfit": self.unfit, "unstorable": self.unstorable, "refused": self.refused}
+        return {name: value for name, value in vars(self).items() if name != "edits"}
 
 
 def suggest(
-    report: Report, recipe: Recipe, tell: Callable[[str], None] | None = None, variants: Variants | None = None
-) -> Suggested:
-    """Searches for faster variants of a training recipe that fits. `variants` has the recipe's own programs."""
-    return _Search(report, recipe, tell or (lambda _: None), variants).run()
+    report: Report, recipe: Recipe, tell: Callable[[str], None] | None = None, variants: Variants | None = None,
+    pricing: Pricing | None = None,
+) -> Suggested:  # fmt: skip
+    """Searches for faster variants of a training recipe that fits. `variants` has the recipe's own programs, and
+    `pricing` is their price, by which some variants are ruled out."""
+    search = _Search(report, recipe, tell or (lambda _: None), variants)
+    search.pricing = pricing
+    return search.run()
 
 
 def promising(report: Report, recipe: Recipe, variants: Variants | None = None) -> list[Edit]:
@@ -89,18 +103,25 @@ class _Search:
         self.variants = variants or Variants()
         self.tried: dict[frozenset[str], VariantPrice | None] = {}
         self.result = Suggested()
+        self.pricing: Pricing | None = None
+        self.bounds = Bounds(recipe, self.variants.memo)
 
     def run(self) -> Suggested:
-        alone = {change: price for change in self.free() if (price := self.quick(change)) is not None}
+        free = self.free()
+        ruled_out = {change for change in free if self._is_ruled_out(change)}
+        alone = {change: price for change in free if change not in ruled_out and (price := self.quick(change))}
         useful = sorted((c for c, q in alone.items() if q.beats(self.base)), key=lambda c: alone[c].step_s)
         # those that did not fit, or gained nothing alone
-        others = [c for c, q in alone.items() if c not in useful and q.step_s <= 1.05 * self.base]
+        slow = {c for c, q in alone.items() if q.step_s > 1.05 * self.base}
+        others = [c for c in free if c in ruled_out or (c in alone and c not in useful and c not in slow)]
         best: Changes = ()
         limit = self.base
         for change in (*useful, *others):
             merged = combine(best, change)
-            price = self.quick(merged) if merged is not None else None
-            if merged is not None and price is not None and price.beats(0.995 * limit):
+            if merged is None or merged in ruled_out or self._cannot_fit(merged):
+                continue
+            price = self.quick(merged)
+            if price is not None and price.beats(0.995 * limit):
                 best, limit = merged, price.step_s
         gains = {change: q for change, q in self.tried.items() if q is not None and q.beats(GAIN * self.base)}
         needed = {  # changes of which no part could be left out
@@ -110,6 +131,25 @@ class _Search:
         edits = [as_edit(sorted(change, key=_order), price) for change, price in needed.items()]
         self.result.edits = sorted(edits, key=lambda edit: (edit.step_s, edit.change))
         return self.result
+
+    def _is_ruled_out(self, change: Changes) -> bool:
+        """Whether a change is not tried alone: it cannot fit, or cannot gain enough."""
+        if self._cannot_fit(change):
+            self.result.unstorable += 1
+        elif self.pricing is not None and least_seconds(self.pricing, change) >= GAIN * self.base:
+            self.result.bounded += 1
+        else:
+            return False
+        return True
+
+    def _cannot_fit(self, change: Changes) -> bool:
+        """Whether the least that a variant holds exceeds the memory."""
+        try:
+            variant = with_changes(self.recipe, change)
+            mesh = dict(Setting.of(variant, devices_of(variant)).mesh.axes)
+            return self.bounds.needed(variant, mesh) > self.report.pricing.device.memory_bytes
+        except Mistakes:
+            return False  # pricing says that it is refused
 
     def quick(self, change: Changes) -> VariantPrice | None:
         """The price of the recipe with a change; None where it contradicts the recipe, or enough was planned."""
@@ -227,6 +267,9 @@ class _Search:
         annotate, rules = self.recipe.sharding.annotate, self.recipe.sharding.rules
         named = {d for dims in annotate.values() for d in dims if d is not None and d.startswith("seq_")}
         cut = sorted(d for d in named if rules.get(d))
+        sizes = self.report.job.mesh
+        if cut and all(sizes.get(axis, 1) == 1 for d in cut for axis in rules[d]):
+            return  # whole in any case
         if cut:
             whole = {name: [None if d in cut else d for d in dims] for name, dims in annotate.items()}
             yield (*(f"sharding.rules.{d}=null" for d in cut), f"sharding.annotate={json.dumps(whole)}")

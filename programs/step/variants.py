@@ -43,7 +43,7 @@ class Variants:
     def __init__(self, fork: bool = False) -> None:
         """fork: whether a second process may price what decides about them (`ahead`)."""
         self.fork = fork
-        self._memo = Memo()
+        self.memo = Memo()
         self._dropped = 0
 
     def for_prices(self, setting: Setting) -> TrainingPrograms:
@@ -51,7 +51,7 @@ class Variants:
         if self._dropped > GARBAGE and (self._dropped > MOST_GARBAGE or not _half_is_available()):
             gc.collect()
             self._dropped = 0
-        staged = few_layers.priced_stages(setting, self._memo) if setting.recipe.staged else None
+        staged = few_layers.priced_stages(setting, self.memo) if setting.recipe.staged else None
         built = self.build(setting) if staged is None else staged
         programs = [built.micro, *(program for stage in built.stages for program in stage.programs)]
         self._dropped += sum(len(graph.nodes) for graph in {program.graph for program in programs})
@@ -61,4 +61,4 @@ class Variants:
         """Builds the programs of a setting as `training.build` does, but reuses those of earlier variants. Raises
         Mistakes for what does not fit.
         """
-        return training.build(setting, memo=self._memo, fork=self.fork)
+        return training.build(setting, memo=self.memo, fork=self.fork)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tpshard.plan import planner
 from tpshard.plan.search import search, search_bounds, search_result
-from tpshard.plan.search.search_bounds import Bounds
+from tpshard.plan.search.search_bounds import Bounds, least_seconds
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.reading.load import loads, with_changes
@@ -23,6 +24,7 @@ CASES = [
     ("{pp: 2, fsdp: 2}", "{schedule: 1f1b}", "none", "inductor"),
     ("{pp: 4, fsdp: 1}", "{schedule: gpipe}", "none", "eager"),
     ("{pp: 2, fsdp: 2}", "{schedule: interleaved_1f1b, rounds: 2}", "full", "eager"),
+    ("{fsdp: 4}", "null", "{every: 2}", "eager"),
 ]
 
 
@@ -37,6 +39,33 @@ def test_a_bound_is_below_the_price_and_not_far(monkeypatch, mesh, pipeline, rem
     assert least <= priced
     if remat == "none":
         assert least > 0.4 * priced
+
+
+@pytest.mark.parametrize(
+    ("changes", "remat"),
+    [
+        (["fsdp.prefetch=0"], "none"), (["fsdp.bucket=greedy"], "none"), (["fsdp.bucket=none"], "full"),
+        (["fsdp.reshard_after_forward=false"], "selective"), (["fsdp.accumulate.gather=step"], "none"),
+        (["mesh.dp=2", "mesh.fsdp=2"], "full"), (["mesh.dp=4", "mesh.fsdp=1", "fsdp.prefetch=4"], "none"),
+    ],
+)  # fmt: skip
+def test_a_step_is_never_faster_than_the_bound_of_its_time(changes: list[str], remat: str) -> None:
+    recipe = loads(RECIPE, [f"remat={remat}", "cluster={device: h100-sxm-80g, nodes: 1, devices_per_node: 4}",
+                            "compile=inductor", "batch.per_device=4"])  # fmt: skip
+    pricing, variant = planner.planned(recipe, "").pricing, with_changes(recipe, changes)
+    priced, least_s = search.price_variant(variant, variants=Variants()), least_seconds(pricing, changes)
+    assert 0.5 * pricing.compute_s < least_s <= priced.step_s
+    assert least_seconds(pricing, [*changes, "remat=none"]) == 0.0
+    mesh = dict(Setting.of(variant).mesh.axes)
+    assert Bounds(recipe).needed(variant, mesh) <= priced.needed_bytes
+
+
+def test_parameters_that_stay_gathered_count() -> None:
+    recipe = loads(RECIPE, ["model.width=1024", "model.mlp=4096"])
+    kept = with_changes(recipe, ["fsdp.reshard_after_forward=false"])
+    size = sum(p.numel() for name, p in Setting.of(recipe).model.named_parameters() if name.startswith("layers."))
+    least, priced = Bounds(recipe).needed(kept, {"fsdp": 4}), search.price_variant(kept, variants=Variants())
+    assert least - Bounds(recipe).needed(recipe, {"fsdp": 4}) == 4 * size and least <= priced.needed_bytes
 
 
 def test_a_pipelines_price_builds_its_first_last_and_one_middle_stage() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from small_recipe import RECIPE
 from tpshard.plan import planner
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import Report
 from tpshard.plan.search import search, suggest
+from tpshard.plan.search.search_bounds import Bounds
 from tpshard.plan.search.search_result import VariantPrice
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads, with_changes
@@ -77,6 +79,22 @@ def test_where_nothing_helps_the_search_says_what_it_tried(report, monkeypatch) 
         suggestions.words.startswith(f"{suggestions.planned} variants planned whole")
         and "nothing helps" in suggestions.words
     )
+
+
+def test_what_the_bounds_rule_out_is_not_planned(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, tried = loads(RECIPE), list[tuple[str, ...]]()
+    monkeypatch.setattr(suggest, "least_seconds", lambda pricing, changes: 1e9 * (changes[0][:13] == "fsdp.prefetch"))
+    monkeypatch.setattr(Bounds, "needed", lambda self, variant, mesh: (1 << 60) * (variant.remat == "none"))
+
+    def price(recipe: Recipe, change: tuple[str, ...], variants: object) -> VariantPrice:
+        tried.append(tuple(change))
+        return VariantPrice(1, planned.report.pricing.step_s * 0.9 ** len(change), 0.0, True)
+
+    monkeypatch.setattr(suggest, "price_changes", price)
+    result = suggest.suggest(planned.report, recipe, pricing=planned.pricing)
+    assert (result.bounded, result.unstorable) == (3, 1) and "3 not planned, as they cannot gain 2%" in result.words
+    assert not any("remat=none" in change for change in tried)
+    assert ("fsdp.prefetch=0",) not in tried and any("fsdp.prefetch=0" in change for change in tried)
 
 
 def test_sequence_parallelism_is_put_in_and_taken_out(report) -> None:
