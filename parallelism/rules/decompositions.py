@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -216,16 +215,16 @@ def slice_backward(
     if step != 1:
         return aten.slice_scatter.default(grad.new_zeros(sizes), grad, dim, start, stop, step)
     begin, _, _ = slice(start, stop).indices(sizes[dim])
-    return _pad_dim(grad, dim, begin, sizes[dim] - begin - grad.shape[dim])
+    return pad_dim(grad, dim, begin, sizes[dim] - begin - grad.shape[dim])
 
 
 def select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
     """Computes select_backward by padding the gradient with zeros."""
     dim %= len(sizes)
-    return _pad_dim(grad.unsqueeze(dim), dim, index % sizes[dim], sizes[dim] - 1 - index % sizes[dim])
+    return pad_dim(grad.unsqueeze(dim), dim, index % sizes[dim], sizes[dim] - 1 - index % sizes[dim])
 
 
-def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+def pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     """Pads one dim with zeros."""
     return aten.constant_pad_nd.default(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [before, after])
 
@@ -251,7 +250,7 @@ def _beside_diagonal(x: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
 def _over_dims(values: Tensor, shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Tensor:
     """The values of a diagonal [..., size], one in each row of a tensor of `shape`, in which they broadcast."""
     first, second, start = dim1 % len(shape), dim2 % len(shape), max(-offset, 0)
-    rows = _pad_dim(values, -1, start, shape[first] - start - values.shape[-1])
+    rows = pad_dim(values, -1, start, shape[first] - start - values.shape[-1])
     return rows.movedim(-1, first - (second < first)).unsqueeze(second)
 
 
@@ -328,137 +327,3 @@ def convolution_backward(
     if output_mask[2]:
         to_bias = grad.sum([0, *range(2, grad.dim())])
     return to_x, to_weight, to_bias
-
-
-def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float | None]) -> list[int] | None:
-    """Returns how many times resizing repeats each position of each dim, or None if it is not one integer per dim."""
-    if any(n % m for m, n in zip(small, large)):
-        return None
-    ratios = [n // m for m, n in zip(small, large)]
-    return ratios if all(scale is None or scale == ratio for scale, ratio in zip(scales, ratios)) else None
-
-
-def nearest(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
-    """Computes upsample_nearest with integer ratios by repeating every position."""
-    ratios = _ratios(x.shape[2:], size, scales)
-    if ratios is None:
-        return NotImplemented
-    pairs = [m for n, ratio in zip(x.shape[2:], ratios) for m in (n, ratio)]
-    singles = [m for n in x.shape[2:] for m in (n, 1)]
-    return x.reshape(*x.shape[:2], *singles).expand(*x.shape[:2], *pairs).reshape(*x.shape[:2], *size)
-
-
-def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *scales: float | None) -> Tensor:
-    """Computes upsample_nearest_backward with integer ratios by summing the copies of every position."""
-    ratios = _ratios(shape[2:], size, scales)
-    if ratios is None:
-        return NotImplemented
-    pairs = [m for n, ratio in zip(shape[2:], ratios) for m in (n, ratio)]
-    return grad.reshape(*shape[:2], *pairs).sum([3 + 2 * d for d in range(len(ratios))])
-
-
-Edge = Callable[[Tensor, int, int, bool], Tensor]
-"""An `Edge` computes the padding of one side of a dim, from (tensor, dim, width, whether the side is the dim's end)."""
-
-
-def pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
-    """Pads the last dims on both sides with what `edge` computes; `padding` begins with the last dim, as in torch."""
-    if min(padding) < 0:
-        return NotImplemented
-    for k in range(len(padding) // 2):
-        d = x.dim() - 1 - k
-        left, right = padding[2 * k : 2 * k + 2]
-        before, after = ([edge(x, d, n, end)] if n else [] for n, end in ((left, False), (right, True)))
-        x = torch.cat([*before, x, *after], d)
-    return x
-
-
-def _pad_by_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Callable[..., Tensor]) -> Tensor:
-    """Computes the gradient of `pad_by`; `back` converts the gradient of one side's padding to one of the tensor."""
-    if min(padding) < 0:
-        return NotImplemented
-    for k in reversed(range(len(padding) // 2)):
-        d = grad.dim() - 1 - k
-        n, (left, right) = x.shape[d], padding[2 * k : 2 * k + 2]
-        inner = grad.narrow(d, left, n)
-        for start, width, end in ((0, left, False), (left + n, right, True)):
-            if width:
-                inner = inner + back(grad.narrow(d, start, width), d, n, width, end)
-        grad = inner
-    return grad
-
-
-def mirror(x: Tensor, d: int, width: int, end: bool) -> Tensor:
-    """Computes the padding of reflection: the rows beside the first or the last one, in reverse (an `Edge`)."""
-    return x.narrow(d, x.shape[d] - 1 - width if end else 1, width).flip(d)
-
-
-def mirror_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
-    """Computes the gradient of a dim of size n from that of its reflection."""
-    start = n - 1 - width if end else 1
-    return _pad_dim(edge.flip(d), d, start, n - start - width)
-
-
-def last(x: Tensor, d: int, width: int, end: bool) -> Tensor:
-    """Computes the padding of replication: the first or the last row, repeated (an `Edge`)."""
-    return torch.cat([x.narrow(d, x.shape[d] - 1 if end else 0, 1)] * width, d)
-
-
-def last_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
-    """Computes the gradient of a dim of size n from that of its replication."""
-    return _pad_dim(edge.sum(d, keepdim=True), d, n - 1 if end else 0, 0 if end else n - 1)
-
-
-def around(x: Tensor, d: int, width: int, end: bool) -> Tensor:
-    """Computes circular padding: the rows of the other side (an `Edge`)."""
-    return x.narrow(d, 0 if end else x.shape[d] - width, width)
-
-
-def padding(edge: Edge, back: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Returns the decompositions of a padding op, by concatenation, and of its backward op, which adds gradients."""
-    return partial(pad_by, edge=edge), partial(_pad_by_backward, back=back)
-
-
-def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:
-    """The window sizes of adaptive pooling, if all windows are equal; else None."""
-    into = x.shape[x.dim() - len(size) :]
-    return None if any(n % m for n, m in zip(into, size)) else [n // m for n, m in zip(into, size)]
-
-
-def _adaptive(of_two: Any, of_three: Any) -> Callable[..., Any]:
-    """Returns a decomposition of adaptive pooling with equal windows by the pooling op over two or three dims."""
-
-    def decomposition(x: Tensor, size: Sequence[int]) -> Any:
-        kernel = _parts_of(x, size)
-        return NotImplemented if kernel is None else {2: of_two, 3: of_three}[len(size)](x, kernel)
-
-    return decomposition
-
-
-adaptive_average = _adaptive(aten.avg_pool2d.default, aten.avg_pool3d.default)
-adaptive_max = _adaptive(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
-
-
-def adaptive_average_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Computes _adaptive_avg_pool2d_backward with equal windows by avg_pool2d_backward."""
-    kernel = _parts_of(x, grad.shape[2:])
-    if x.dim() != 4 or kernel is None:
-        return NotImplemented
-    return aten.avg_pool2d_backward.default(grad, x, kernel, kernel, [0, 0], False, True, None)
-
-
-def adaptive_max_backward(grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
-    """Computes adaptive_max_pool2d_backward with equal windows by max_pool2d_with_indices_backward."""
-    kernel = _parts_of(x, grad.shape[2:])
-    if x.dim() != 4 or kernel is None:
-        return NotImplemented
-    return aten.max_pool2d_with_indices_backward.default(grad, x, kernel, kernel, [0, 0], [1, 1], False, indices)
-
-
-def in_a_batch(op: Any, rank: int) -> Callable[..., Tensor]:
-    """Returns a decomposition of an op on a tensor without a batch by the op on a batch of one, of this rank."""
-
-    def decomposition(x: Tensor, *args: Any) -> Tensor:
-        return NotImplemented if x.dim() == rank else op(x.unsqueeze(0), *args).squeeze(0)
-
-    return decomposition

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, whole
@@ -307,6 +306,51 @@ def of_rank(rule: Callable[..., Rule], rank: int, decomposition: Callable[..., A
     )
 
 
+def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:
+    """The window sizes of adaptive pooling, if all windows are equal; else None."""
+    into = x.shape[x.dim() - len(size) :]
+    return None if any(n % m for n, m in zip(into, size)) else [n // m for n, m in zip(into, size)]
+
+
+def _adaptive(of_two: Any, of_three: Any) -> Callable[..., Any]:
+    """Returns a decomposition of adaptive pooling with equal windows by the pooling op over two or three dims."""
+
+    def decomposition(x: Tensor, size: Sequence[int]) -> Any:
+        kernel = _parts_of(x, size)
+        return NotImplemented if kernel is None else {2: of_two, 3: of_three}[len(size)](x, kernel)
+
+    return decomposition
+
+
+adaptive_average = _adaptive(aten.avg_pool2d.default, aten.avg_pool3d.default)
+adaptive_max = _adaptive(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+
+
+def adaptive_average_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Computes _adaptive_avg_pool2d_backward with equal windows by avg_pool2d_backward."""
+    kernel = _parts_of(x, grad.shape[2:])
+    if x.dim() != 4 or kernel is None:
+        return NotImplemented
+    return aten.avg_pool2d_backward.default(grad, x, kernel, kernel, [0, 0], False, True, None)
+
+
+def adaptive_max_backward(grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+    """Computes adaptive_max_pool2d_backward with equal windows by max_pool2d_with_indices_backward."""
+    kernel = _parts_of(x, grad.shape[2:])
+    if x.dim() != 4 or kernel is None:
+        return NotImplemented
+    return aten.max_pool2d_with_indices_backward.default(grad, x, kernel, kernel, [0, 0], [1, 1], False, indices)
+
+
+def in_a_batch(op: Any, rank: int) -> Callable[..., Tensor]:
+    """Returns a decomposition of an op on a tensor without a batch by the op on a batch of one, of this rank."""
+
+    def decomposition(x: Tensor, *args: Any) -> Tensor:
+        return NotImplemented if x.dim() == rank else op(x.unsqueeze(0), *args).squeeze(0)
+
+    return decomposition
+
+
 OPS: Table = {
     aten.max_pool2d_with_indices: of_rank(max_pool, 2),
     aten.max_pool2d_with_indices_backward: of_rank(max_pool_backward, 2),
@@ -318,13 +362,13 @@ OPS: Table = {
     aten.avg_pool3d_backward: of_rank(average_pool_backward, 3, average_backward),
     aten.unfold: view_entry(unfold, strides.by_torch(aten.unfold.default)),
     aten.unfold_backward: Entry(unfold_backward),
-    aten.im2col: Entry(recorded=by.in_a_batch(aten.im2col.default, 4), dense="all"),
-    aten.col2im: Entry(recorded=by.in_a_batch(aten.col2im.default, 3), dense="all"),
+    aten.im2col: Entry(recorded=in_a_batch(aten.im2col.default, 4), dense="all"),
+    aten.col2im: Entry(recorded=in_a_batch(aten.col2im.default, 3), dense="all"),
     windows_of: Entry(columns),
     sum_of_windows: Entry(image),
     # with equal windows it is recorded as pooling; dense, since indices are read so
     **per_rank(
         "adaptive_max_pool{}d", "in->out,out", "out,in,out->in", dense="all",
-        recorded=(by.adaptive_max, by.adaptive_max_backward),
+        recorded=(adaptive_max, adaptive_max_backward),
     ),
 }  # fmt: skip

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.pooling import adaptive_average, adaptive_average_backward
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Window
 
 aten = torch.ops.aten
@@ -309,7 +310,34 @@ def _both(
     return {op: Entry(rule, recorded=by_what) for op, rule, by_what in zip(ops, rules, recorded)}
 
 
-NEAREST = (by.nearest, by.nearest_backward)
+def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float | None]) -> list[int] | None:
+    """Returns how many times resizing repeats each position of each dim, or None if it is not one integer per dim."""
+    if any(n % m for m, n in zip(small, large)):
+        return None
+    ratios = [n // m for m, n in zip(small, large)]
+    return ratios if all(scale is None or scale == ratio for scale, ratio in zip(scales, ratios)) else None
+
+
+def nearest(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
+    """Computes upsample_nearest with integer ratios by repeating every position."""
+    ratios = _ratios(x.shape[2:], size, scales)
+    if ratios is None:
+        return NotImplemented
+    pairs = [m for n, ratio in zip(x.shape[2:], ratios) for m in (n, ratio)]
+    singles = [m for n in x.shape[2:] for m in (n, 1)]
+    return x.reshape(*x.shape[:2], *singles).expand(*x.shape[:2], *pairs).reshape(*x.shape[:2], *size)
+
+
+def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *scales: float | None) -> Tensor:
+    """Computes upsample_nearest_backward with integer ratios by summing the copies of every position."""
+    ratios = _ratios(shape[2:], size, scales)
+    if ratios is None:
+        return NotImplemented
+    pairs = [m for n, ratio in zip(shape[2:], ratios) for m in (n, ratio)]
+    return grad.reshape(*shape[:2], *pairs).sum([3 + 2 * d for d in range(len(ratios))])
+
+
+NEAREST = (nearest, nearest_backward)
 OPS: Table = {
     **_both("upsample_linear1d", 2),
     **_both("upsample_bilinear2d", 2),
@@ -322,8 +350,8 @@ OPS: Table = {
         getattr(aten, f"_adaptive_avg_pool{rank}d{way}"): Entry(rule, recorded=by_what, dense="all")
         for rank in (2, 3)
         for way, rule, by_what in (
-            ("", adaptive, by.adaptive_average),
-            ("_backward", adaptive_backward, by.adaptive_average_backward),
+            ("", adaptive, adaptive_average),
+            ("_backward", adaptive_backward, adaptive_average_backward),
         )
     },
     **_both("_upsample_bicubic2d_aa", 4, kind=Smooth),

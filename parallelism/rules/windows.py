@@ -1,17 +1,19 @@
 """The rules of convolution and padding.
 
 A device with a shard of a spatial dim first receives a halo, its neighbours' parts of the windows at the shard's ends,
-and then convolves. Padding needs whole spatial dims, except where it is recorded as other ops (`rules.decompositions`).
+and then convolves. Padding needs whole spatial dims, except where it is recorded as parts put together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from tpshard.parallelism.graph import Op, Ref, Value
 from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
@@ -213,6 +215,68 @@ def per_rank(
     return table
 
 
+Edge = Callable[[Tensor, int, int, bool], Tensor]
+"""An `Edge` computes the padding of one side of a dim, from (tensor, dim, width, whether the side is the dim's end)."""
+
+
+def pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
+    """Pads the last dims on both sides with what `edge` computes; `padding` begins with the last dim, as in torch."""
+    if min(padding) < 0:
+        return NotImplemented
+    for k in range(len(padding) // 2):
+        d = x.dim() - 1 - k
+        left, right = padding[2 * k : 2 * k + 2]
+        before, after = ([edge(x, d, n, end)] if n else [] for n, end in ((left, False), (right, True)))
+        x = torch.cat([*before, x, *after], d)
+    return x
+
+
+def _pad_by_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Callable[..., Tensor]) -> Tensor:
+    """Computes the gradient of `pad_by`; `back` converts the gradient of one side's padding to one of the tensor."""
+    if min(padding) < 0:
+        return NotImplemented
+    for k in reversed(range(len(padding) // 2)):
+        d = grad.dim() - 1 - k
+        n, (left, right) = x.shape[d], padding[2 * k : 2 * k + 2]
+        inner = grad.narrow(d, left, n)
+        for start, width, end in ((0, left, False), (left + n, right, True)):
+            if width:
+                inner = inner + back(grad.narrow(d, start, width), d, n, width, end)
+        grad = inner
+    return grad
+
+
+def mirror(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    """Computes the padding of reflection: the rows beside the first or the last one, in reverse (an `Edge`)."""
+    return x.narrow(d, x.shape[d] - 1 - width if end else 1, width).flip(d)
+
+
+def mirror_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+    """Computes the gradient of a dim of size n from that of its reflection."""
+    start = n - 1 - width if end else 1
+    return by.pad_dim(edge.flip(d), d, start, n - start - width)
+
+
+def last(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    """Computes the padding of replication: the first or the last row, repeated (an `Edge`)."""
+    return torch.cat([x.narrow(d, x.shape[d] - 1 if end else 0, 1)] * width, d)
+
+
+def last_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+    """Computes the gradient of a dim of size n from that of its replication."""
+    return by.pad_dim(edge.sum(d, keepdim=True), d, n - 1 if end else 0, 0 if end else n - 1)
+
+
+def around(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    """Computes circular padding: the rows of the other side (an `Edge`)."""
+    return x.narrow(d, 0 if end else x.shape[d] - width, width)
+
+
+def padding_ops(edge: Edge, back: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Returns the decompositions of a padding op, by concatenation, and of its backward op, which adds gradients."""
+    return partial(pad_by, edge=edge), partial(_pad_by_backward, back=back)
+
+
 OPS: Table = {
     aten.convolution: Entry(convolution, work="matmul", saved=True),
     aten.convolution_backward: Entry(convolution_backward, work="matmul", recorded=by.convolution_backward),
@@ -221,8 +285,6 @@ OPS: Table = {
     aten.grid_sampler_3d: letters("ncDHW,nxyzP->ncxyz"),
     aten.grid_sampler_3d_backward: letters("ncxyz,ncDHW,nxyzP->ncDHW,nxyzP"),
     **per_rank("max_unpool{}d", "in,in->out", linear="0"),
-    **per_rank(
-        "reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=by.padding(by.mirror, by.mirror_back)
-    ),
-    **per_rank("replication_pad{}d", "in->out", "out,in->in", linear="0", recorded=by.padding(by.last, by.last_back)),
+    **per_rank("reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=padding_ops(mirror, mirror_back)),
+    **per_rank("replication_pad{}d", "in->out", "out,in->in", linear="0", recorded=padding_ops(last, last_back)),
 }

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from tpshard.parallelism.rules import decompositions as by
-from tpshard.parallelism.rules.windows import per_spatial_dim
+from tpshard.parallelism.rules.resizing import nearest
+from tpshard.parallelism.rules.windows import around, pad_by, per_spatial_dim
 
 
 class Substitutes(TorchFunctionMode):
@@ -81,7 +81,7 @@ def _instance_norm(
 
 def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     """F.pad, with circular padding as a concatenation, as other padding is recorded."""
-    padded = by.pad_by(input, pad, by.around) if mode == "circular" and len(pad) == 2 * (input.dim() - 2) else None
+    padded = pad_by(input, pad, around) if mode == "circular" and len(pad) == 2 * (input.dim() - 2) else None
     return F.pad(input, pad, mode, value) if padded is None or padded is NotImplemented else padded
 
 
@@ -150,7 +150,7 @@ def _max_unpool(function: Callable[..., Any], rank: int) -> Callable[..., Any]:
         if not same or not whole or any(per_spatial_dim(padding, rank, 0)) or input.shape != indices.shape:
             return function(input, indices, kernel_size, stride, padding, output_size)  # type: ignore[no-any-return]
         place = torch.arange(math.prod(size), device=input.device).view(size)
-        return torch.where(by.nearest(indices, size) == place, by.nearest(input, size), 0)
+        return torch.where(nearest(indices, size) == place, nearest(input, size), 0)
 
     return unpool
 
