@@ -14,8 +14,9 @@ from tpshard.plan.report import describe
 from tpshard.plan.report.order_rows import order_rows
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import PlannedJob
-from tpshard.plan.step.pricing import StepPart, bytes_of, price_parts
+from tpshard.plan.step.pricing import StepPart, price_parts
 from tpshard.plan.step.units import gib
+from tpshard.programs.parts.held import bytes_of
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import LATEST, model_to_serve
 from tpshard.programs.server.serving import BLOCK_SIZE, build_serving

@@ -12,7 +12,7 @@ from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel
 from tpshard.parallelism.pricing.liveness import Memory, liveness
 from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
-from tpshard.parallelism.program import Collective, Info, Port, Program
+from tpshard.parallelism.program import Collective, Info, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
 from tpshard.plan.step.figures import Line, Offloaded, PricedPipeline, StepMemory
 from tpshard.plan.step.reserve import Replay, Turn
@@ -188,11 +188,6 @@ def work_of(kernel: Kernel) -> tuple[int, int]:
     info = info_of(kernel.node)
     times = kernel.flops / info.flops if info.flops and kernel.flops else 1.0
     return (kernel.flops or info.flops), int(info.global_flops * times)
-
-
-def bytes_of(ports: Iterable[Port], kind: str) -> int:
-    """Bytes of a device's inputs or outputs of one kind."""
-    return sum(port.local_bytes for port in ports if port.kind == kind)
 
 
 def memory_of(part: StepPart, priced: Priced, device: Device) -> Memory:

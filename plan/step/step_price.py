@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pipeline import core_turns
 from tpshard.parallelism.pipeline.core_turns import host_shares
-from tpshard.parallelism.pipeline.schedules import Kind, Slot, StageTask
-from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, program_of
+from tpshard.parallelism.pipeline.schedules import Slot, StageTask
+from tpshard.parallelism.pipeline.stepping import program_of
 from tpshard.parallelism.pricing.communicators import communicator_bytes
 from tpshard.parallelism.pricing.cost import Device, collective
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
-from tpshard.parallelism.program import Program
 from tpshard.plan.step.figures import DevicePrice, PricedPipeline, StagePrice
-from tpshard.plan.step.pricing import PricedPart, Pricing, StepPart, bytes_of, flops_of, memory_of, peak_of, price_part
+from tpshard.plan.step.pricing import PricedPart, Pricing, StepPart, flops_of, memory_of, peak_of, price_part
 from tpshard.plan.step.reserve import Replay, Turn
+from tpshard.programs.parts.held import CATEGORIES, activations, beside, bytes_of, stored_ports
 from tpshard.programs.parts.pass_choices import compiled_by
-from tpshard.programs.parts.step_programs import stored_ports
 from tpshard.programs.setting import cluster
 from tpshard.programs.step.training_step import TASKS, TrainingPrograms, part_of
 
 BETWEEN_STAGES = ("send", "recv")
 """Transfers of a pipeline, which a run does not count as collectives."""
-HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer"}
 StageRuns = dict[tuple[str, int], tuple[Priced, Timeline]]
 """The price of one run of each program of a stage, by kind and stage."""
 
@@ -125,54 +121,19 @@ def training_parts(programs: TrainingPrograms, compiled: Compiled, place: int = 
     """The programs that a device runs in a step, in order, with what stays in memory beside each: of a stage's, when it
     first runs."""
     mine = programs.devices[place]
-    held = {HELD[kind]: bytes_of(mine.update.inputs, kind) for kind in ("gradient", "optimizer")}
+    held = {CATEGORIES[kind]: bytes_of(mine.update.inputs, kind) for kind in ("gradient", "optimizer")}
     held["parameters"] = bytes_of(stored_ports(programs.setting, programs.storage, mine.names), "parameter")
     gathered = held["parameters"] + bytes_of(mine.gather.outputs if mine.gather is not None else (), "parameter")
     tasks: dict[str, StepPart] = {}
-    for task, others, _ in _activations(programs, place):
+    for task, others, _ in activations(programs.table, programs.stages, place):
         name, program = part_of(task.kind, task.stage), program_of(programs.stages, task)
         if name not in tasks:
-            beside = _bytes_beside(held | {"parameters": gathered}, program, others)
-            tasks[name] = StepPart(name, program, programs.table.micro_batches, beside, compiled)
-    once = {role: StepPart(role, program, 1, _bytes_beside(held, program), compiled)
+            others_too = beside(held | {"parameters": gathered}, program, others)
+            tasks[name] = StepPart(name, program, programs.table.micro_batches, others_too, compiled)
+    once = {role: StepPart(role, program, 1, beside(held, program), compiled)
             for role, program in mine.by_role.items()}  # fmt: skip
     before = [once.pop("gather")] if "gather" in once else []
     return [*before, *tasks.values(), *once.values()]
-
-
-def _activations(programs: TrainingPrograms, place: int) -> Iterator[tuple[StageTask, int, int]]:
-    """Yields a device's tasks with the bytes of activations beside each: those of other tasks and of messages to come,
-    and those that its own micro-batch saved for a later task."""
-    row, stages = programs.table.rows[place], programs.stages
-
-    @cache
-    def input_bytes(kind: Kind, stage: int, ports: str) -> int:
-        return bytes_of(program_of(stages, StageTask(kind, stage, 0)).inputs, ports)
-
-    @cache
-    def saved_after(kind: Kind, stage: int) -> int:
-        if kind == "I":
-            return input_bytes("W", stage, "saved")
-        return bytes_of(program_of(stages, StageTask(kind, stage, 0)).outputs, "saved") if kind == "F" else 0
-
-    held: Counter[tuple[int, int]] = Counter()
-    held_bytes = 0  # the sum of `held`
-    for i, task in enumerate(row):
-        key = task.stage, task.micro
-        messages = sum(input_bytes(*later[:2], "received") for later in row[i + 1 : i + 1 + RECEIVES_AHEAD])
-        yield task, held_bytes - held[key] + messages, max(0, held[key] - input_bytes(*task[:2], "saved"))
-        after = saved_after(*task[:2])
-        held_bytes += after - held[key]
-        held[key] = after
-
-
-def _bytes_beside(stored: Mapping[str, int], program: Program, activations: int = 0) -> dict[str, int]:
-    """Bytes by category that stay in memory while a program runs, besides its own inputs."""
-    own = Counter[str]()
-    for port in program.inputs:
-        own[HELD.get(port.kind, "")] += port.local_bytes
-    sizes = {name: size - own[name] for name, size in stored.items()} | {"activations": activations}
-    return {name: size for name, size in sizes.items() if size > 0}
 
 
 def _price_stages(programs: TrainingPrograms, device: Device, per_host: int, compiled: Compiled) -> StageRuns:
@@ -233,14 +194,13 @@ def _price_device(
         parts[part.name] = replace(done, timeline=_without_last_sends(done.timeline))
 
     def peak(entry: tuple[PricedPart, int]) -> int:
-        done, activations = entry
-        return done.memory.peak_bytes - done.part.always.get("activations", 0) + activations
+        done, held = entry
+        return done.memory.peak_bytes - done.part.always.get("activations", 0) + held
 
-    tasks = (
-        (parts[part_of(task.kind, task.stage)], others + own) for task, others, own in _activations(programs, place)
-    )
-    tallest, activations = max(tasks, key=peak)
-    part = replace(tallest.part, always={**tallest.part.always, "activations": activations})
+    held_beside = activations(programs.table, programs.stages, place)
+    tasks = ((parts[part_of(task.kind, task.stage)], others + own) for task, others, own in held_beside)
+    tallest, held = max(tasks, key=peak)
+    part = replace(tallest.part, always={**tallest.part.always, "activations": held})
     peak_part = replace(tallest, part=part, memory=memory_of(part, tallest.priced, device))
     return list(parts.values()), peak_of([peak_part, *parts.values()])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.program import Program, info
 from tpshard.programs.parts.ahead import ahead
+from tpshard.programs.parts.held import beside
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.parallel_keys import BucketFile, BucketSize, RematEvery
@@ -51,22 +52,20 @@ class Choices(NamedTuple):
 
 
 def choose(
-    setting: Setting, recomputed: Callable[[bool], Program], program_with: Callable[[Choices], Program],
-    fork: bool = False,
-) -> Choices:  # fmt: skip
+    chooser: Chooser, recomputed: Callable[[bool], Program], program_with: Callable[[Choices], Program]
+) -> Choices:
     """Chooses the passes' settings for a step, by estimating the time and memory of programs with candidate settings.
 
     recomputed: returns the program before buckets, with or without gathered parameters freed after the forward pass.
-    program_with: returns the program that runs. fork: whether a second process may price some of them. Raises Mistakes
-    for a file or pattern of buckets that is invalid.
+    program_with: returns the program that runs. Raises Mistakes for a file or pattern of buckets that is invalid.
     """
-    chooser, reshard = Chooser(setting, fork), setting.recipe.fsdp.reshard_after_forward
+    reshard = chooser.setting.recipe.fsdp.reshard_after_forward
 
     def with_reshard(again: bool) -> Choices:
         def with_buckets(groups: Groups) -> Choices:
             return Choices(again, tuple(map(tuple, groups)))
 
-        chosen = _buckets(setting, chooser, recomputed(again), lambda groups: program_with(with_buckets(groups)))
+        chosen = _buckets(chooser, recomputed(again), lambda groups: program_with(with_buckets(groups)))
         return with_buckets(chosen)
 
     if reshard != "auto":
@@ -96,9 +95,9 @@ def keep_of(setting: Setting) -> Keep:
     return keep_selected(tuple(remat))
 
 
-def _buckets(setting: Setting, chooser: Chooser, program: Program, program_with: Callable[[Groups], Program]) -> Groups:
+def _buckets(chooser: Chooser, program: Program, program_with: Callable[[Groups], Program]) -> Groups:
     """The recipe's buckets. Raises Mistakes for an invalid file or pattern."""
-    policy = setting.recipe.fsdp.bucket
+    setting, policy = chooser.setting, chooser.setting.recipe.fsdp.bucket
     used = buckets.in_order_of_use(program)
     ports = [port for port in program.inputs if port.kind == "parameter"]
     names = used + [port.name for port in ports if port.name not in used]
@@ -112,7 +111,7 @@ def _buckets(setting: Setting, chooser: Chooser, program: Program, program_with:
         return [g for patterns in policy if (g := [n for n in names if any(covers(p, n) for p in patterns)])]
     by_unit = buckets.by_unit(names, lambda name: unit_of(name, setting.recipe.fsdp.wrap))
     if policy == "greedy":
-        return chooser.greedy(program, program_with)
+        return chooser.least(chooser.greedy(program, program_with), by_unit, program_with)
     return chooser.best(program, by_unit, program_with) if policy == "auto" else by_unit
 
 
@@ -163,8 +162,10 @@ class _Times(buckets.SendTimes):
 class Chooser:
     """Prices variants of the programs of one setting."""
 
-    def __init__(self, setting: Setting, fork: bool = False):
-        self.setting, recipe, self.fork = setting, setting.recipe, fork
+    def __init__(self, setting: Setting, fork: bool = False, stored: Mapping[str, int] | None = None):
+        """stored: bytes by category that a device stores (`held.stored_bytes`); by default those of a program's own
+        inputs, with moments. fork: whether a second process may price some programs."""
+        self.setting, recipe, self.fork, self.stored = setting, setting.recipe, fork, stored
         whole, _, self.per_host = cluster.device_of(recipe)
         self.device: Device = whole.shared_by(self.per_host)
         self.compiled = compiled_by(recipe)
@@ -182,16 +183,21 @@ class Chooser:
         return kernels(program, compiled=self.compiled)
 
     def peak(self, program: Program) -> int:
-        """Peak bytes of the step, including the optimizer's moments of every trained parameter."""
+        """Peak bytes of the step, with what the device stores beside the program."""
         if program.graph not in self._peaks:
             self._peaks[program.graph] = self._peak_of(program)
         return self._peaks[program.graph]
 
     def _peak_of(self, program: Program) -> int:
+        if self.stored is not None:
+            return self.peak_beside(program, beside(self.stored, program))
         params = [port for port in program.inputs if port.kind == "parameter" and port.name in self.setting.trained]
         elements = {port.name: math.prod(port.local) for port in params}
-        moments = self.setting.moment_bytes(elements)
-        return liveness(program, self.kernels(program), always={"optimizer": moments}, device=self.device).peak_bytes
+        return self.peak_beside(program, {"optimizer": self.setting.moment_bytes(elements)})
+
+    def peak_beside(self, program: Program, always: Mapping[str, int]) -> int:
+        """Peak bytes of a program beside others, by category."""
+        return liveness(program, self.kernels(program), always=always, device=self.device).peak_bytes
 
     # ---- buckets --------------------------------------------------------------------------------------------
     def pieces(self, program: Program) -> list[buckets.Piece]:
@@ -225,7 +231,7 @@ class Chooser:
 
         What gathered parameters may hold is at first the memory that the step leaves. The gradients and copies of
         larger buckets take memory too: if the program that runs exceeds the limit, the largest share of it that keeps
-        the limit is found by bisection; if none does, each parameter is a bucket.
+        the limit is found by bisection; if none does, each parameter is a bucket, if that helps (`least`).
         """
         axes = self.setting.fsdp_axes
         if not axes or not buckets.in_order_of_use(program):
@@ -250,9 +256,11 @@ class Chooser:
 
     def best(self, program: Program, by_unit: Groups, program_with: Callable[[Groups], Program]) -> Groups:
         """The buckets of a step's collectives: one per unit, unless greedy ones are clearly faster and fit, or only
-        they fit. Where neither fits, those that clearly need less memory.
+        they fit. Where neither fits, those that clearly need less memory; beyond the recipe's limit, where nothing
+        runs, those that need the least.
         """
-        if not self.setting.fsdp_axes or not buckets.in_order_of_use(program):
+        nothing_gathered = not buckets.in_order_of_use(program)
+        if not self.setting.fsdp_axes or (nothing_gathered and self.fits(program_with(by_unit))):
             return by_unit
 
         def merged() -> tuple[Groups, bool, float]:
@@ -264,7 +272,14 @@ class Chooser:
             greedy, fits, measured = of_greedy()
         if fits != plain_fits:
             return greedy if fits else by_unit
-        return greedy if measured < CLEARLY * plain else by_unit
+        refused = not fits and self.setting.recipe.fsdp.memory_limit is not None
+        return greedy if measured < (1 if refused else CLEARLY) * plain else by_unit
+
+    def least(self, greedy: Groups, by_unit: Groups, program_with: Callable[[Groups], Program]) -> Groups:
+        """Greedy buckets, unless the step exceeds the memory with them and one bucket per unit needs less."""
+        if self.fits(program_with(greedy)):
+            return greedy
+        return min(greedy, by_unit, key=lambda groups: self.peak(program_with(groups)))
 
     def _measured(self, program: Program) -> tuple[bool, float]:
         """Whether a step fits, and what is compared: its seconds, or the peak bytes of one that does not fit."""

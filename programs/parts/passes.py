@@ -5,6 +5,7 @@ A pass is one file in `parallelism/passes`, and one line here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 
 from tpshard.parallelism.passes.accumulate import accumulate
@@ -21,7 +22,7 @@ from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.passes.wait_late import wait_late
 from tpshard.parallelism.program import Program
-from tpshard.programs.parts.pass_choices import Choices, choose, keep_of
+from tpshard.programs.parts.pass_choices import Choices, Chooser, choose, keep_of
 from tpshard.programs.setting.setting import Setting
 
 FEWER: tuple[Pass, ...] = (simplify, accumulate)
@@ -61,9 +62,12 @@ def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
     ]
 
 
-def apply(setting: Setting, program: Program, watch: Watch | None = None, fork: bool = False) -> Program:
+def apply(
+    setting: Setting, program: Program, watch: Watch | None = None, fork: bool = False,
+    stored: Mapping[str, int] | None = None,
+) -> Program:  # fmt: skip
     """Applies all passes to a partitioned program; returns the one that runs. watch: sees the result of each pass.
-    fork: as for `choose`."""
+    fork, stored: as for `Chooser`."""
 
     @cache
     def with_remat(reshard_after_forward: bool) -> Program:
@@ -73,5 +77,5 @@ def apply(setting: Setting, program: Program, watch: Watch | None = None, fork: 
     def program_with(chosen: Choices) -> Program:
         return run(scheduling(setting, chosen), with_remat(chosen.reshard_after_forward))
 
-    chosen = choose(setting, with_remat, program_with, fork)
+    chosen = choose(Chooser(setting, fork, stored), with_remat, program_with)
     return program_with(chosen) if watch is None else run(passes(setting, chosen), program, watch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.draws import SEED, step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
-from tpshard.parallelism.program import Port, PortKey, Program
+from tpshard.parallelism.program import PortKey, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.propagation.storage import boundaries, propagate_and_store
@@ -58,12 +58,6 @@ def trained_by(program: Program) -> list[str]:
 def counters_of(program: Program) -> int:
     """The number of values that the model of a micro-batch's program counts."""
     return sum(port.shape[0] for port in program.outputs if port.key == COUNTERS)
-
-
-def stored_ports(setting: Setting, storage: Mapping[str, Layout], names: Iterable[str]) -> list[Port]:
-    """The ports of parameters as they are stored, trained or not."""
-    stored = dict(setting.model.named_parameters())
-    return [Port(n, tuple(stored[n].shape), stored[n].dtype, storage[n], "parameter") for n in names]
 
 
 def parameters_of(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -279,26 +273,27 @@ def used_layout(program: Program, name: str, stored: Layout) -> Layout:
 
 def gather_program(
     setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
-    memo: Memo | None = None,
+    memo: Memo | None = None, stored: Mapping[str, int] | None = None,
 ) -> Program:  # fmt: skip
     """Builds the program, after its passes, that casts and gathers all parameters (or `names`) once for all
-    micro-batches of a step."""
+    micro-batches of a step. stored: as for `Chooser`."""
 
     def step(params: dict[str, Tensor]) -> Any:
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
 
     params = parameters_of(setting, names)
     used = {n: (used_layout(base, n, storage[n]), "how it is used") for n in params}
-    stored = {n: (storage[n], "how it is stored") for n in params}
-    program = apply(setting, _between(setting, step, params, stored, used, memo))
+    layouts = {n: (storage[n], "how it is stored") for n in params}
+    program = apply(setting, _between(setting, step, params, layouts, used, memo), stored=stored)
     return program.with_results([port.key for port in program.inputs])
 
 
 def reduce_program(
-    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None
-) -> Program:
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None,
+    stored: Mapping[str, int] | None = None,
+) -> Program:  # fmt: skip
     """Builds the program, after its passes, that reduces and shards the gradient sums of all micro-batches, of the
-    parameters `names`, once per step.
+    parameters `names`, once per step. stored: as for `Chooser`.
     """
 
     def step(sums: dict[str, Tensor]) -> Any:
@@ -307,7 +302,7 @@ def reduce_program(
     sums = {n: p.to(setting.sum_dtype) for n, p in parameters_of(setting, names).items()}
     computed = {n: (base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
     moved = _between(setting, step, sums, computed, {n: (storage[n], "how it is stored") for n in sums}, memo)
-    program = apply(setting, moved)
+    program = apply(setting, moved, stored=stored)
     ports = tuple(replace(port, name=port.name + SUM, kind="gradient") for port in program.inputs)
     return replace(program, inputs=ports).with_results([port.key for port in ports])
 

@@ -21,6 +21,7 @@ from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.transfer import recv, send
 from tpshard.parallelism.why import Demand, Through
 from tpshard.programs.parts import step_programs
+from tpshard.programs.parts.held import stored_bytes
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.step_programs import COUNT, LOSS, SUM
 from tpshard.programs.parts.update_program import update_program
@@ -71,13 +72,14 @@ def device_programs(
     names, staged = held[i], setting.recipe.staged
     trained = [n for n in names if n in all_trained]
     first = [n for n in trained if all(n not in before for before in held[:i])]
+    stored = stored_bytes(setting, storage, names, trained)
     shared = [n for n in trained if sum(n in other for other in held) > 1]
     return DevicePrograms(
         tuple(names),
         tuple(trained),
         update_program(setting, storage, trained, memo, staged=staged),
-        step_programs.gather_program(setting, base, storage, names, memo) if setting.gathers_once else None,
-        step_programs.reduce_program(setting, base, storage, trained, memo) if setting.reduces_once else None,
+        step_programs.gather_program(setting, base, storage, names, memo, stored) if setting.gathers_once else None,
+        step_programs.reduce_program(setting, base, storage, trained, memo, stored) if setting.reduces_once else None,
         exchange_program(setting, storage, i, held, shared) if shared else None,
         totals_program(setting, storage, trained, first, counters) if staged else None,
     )

@@ -130,8 +130,11 @@ def priced_stages(setting: Setting, memo: Memo | None = None) -> TrainingProgram
 
 
 def _treats_layers_apart(recipe: Recipe) -> bool:
-    """Whether recomputation, units or buckets may differ between layers, and so between stages."""
+    """Whether recomputation, units or buckets may differ between layers, and so between stages: a limit leaves earlier
+    stages less, which hold more activations."""
     fsdp = recipe.fsdp
+    if fsdp.memory_limit is not None:
+        return True
     if isinstance(recipe.remat, RematEvery) or isinstance(fsdp.bucket, BucketFile):
         return True
     patterns = [*fsdp.wrap, *(fsdp.bucket if isinstance(fsdp.bucket, tuple) else ())]

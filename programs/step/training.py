@@ -9,6 +9,7 @@ from functools import partial
 from tpshard.parallelism.passes.run import PassResult
 from tpshard.parallelism.pipeline.stages import Stage, blocks_of
 from tpshard.programs.parts.checks import traceable
+from tpshard.programs.parts.held import stored_bytes
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.passes import apply
 from tpshard.programs.parts.step_programs import MicroMaker, counters_of, trained_by
@@ -44,7 +45,7 @@ def build(
     if layers:
         again = micro = recompute_uncut(setting, micro)
         layers, stages = balance_stages(
-            setting, layers, table.devices, lambda split: finished_stages(setting, again, table, split)
+            setting, layers, table.devices, lambda split: finished_stages(setting, again, table, split, storage=storage)
         )
     held = held_by_devices(table, [stage.parameters for stage in stages] or [list(storage)], list(storage))
     trained, counters = trained_by(base), counters_of(base)
@@ -54,7 +55,6 @@ def build(
     step = TrainingPrograms(setting, micro, table, devices, storage, tuple(layers), stages)
     if stages:
         return step
-    if watch is None:
-        return replace(step, micro=apply(setting, micro, fork=fork))
-    finished = apply(setting, micro, lambda passed: watch(replace(step, micro=passed.program), passed))
-    return replace(step, micro=finished)
+    seen = None if watch is None else lambda passed: watch(replace(step, micro=passed.program), passed)
+    stored = stored_bytes(setting, storage, storage, trained, micro.inputs)
+    return replace(step, micro=apply(setting, micro, seen, fork, stored))

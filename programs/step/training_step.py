@@ -14,8 +14,9 @@ from tpshard.parallelism.pipeline.schedules import Table
 from tpshard.parallelism.pipeline.stages import Stage, cut
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.sharding import Layout
+from tpshard.programs.parts.held import stored_ports
 from tpshard.programs.parts.passes import apply
-from tpshard.programs.parts.step_programs import SUM, evaluate_program, stored_ports, trained_by
+from tpshard.programs.parts.step_programs import SUM, evaluate_program, trained_by
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.device_programs import DevicePrograms, share_program
 from tpshard.programs.step.staged import finish

@@ -23,8 +23,9 @@ from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.tally import Tally
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
+from tpshard.programs.parts.held import stored_ports
 from tpshard.programs.parts.pass_choices import compiled_by
-from tpshard.programs.parts.step_programs import COUNT, COUNTERS, LOSS, seeds, stored_ports
+from tpshard.programs.parts.step_programs import COUNT, COUNTERS, LOSS, seeds
 from tpshard.programs.step.training_step import TrainingPrograms, part_of
 from tpshard.train.checkpoints.checkpoint import OPTIMIZER
 from tpshard.train.checkpoints.shards import Shard
