@@ -104,6 +104,7 @@ PLAN = {
     "shardings[].reason": "and why, in words.",
     "annotations.written": "Lines of `sharding` in the recipe that shard a tensor (entries; no defaults),",
     "annotations.given": "tensors that they shard,",
+    "annotations.by_default": "tensors that defaults alone shard,",
     "annotations.inferred": "and values whose sharding was propagated.",
     "reshards[]": "Collectives that no annotation asks for, each with `kind`, `axes`, `value`, `count`, "
     "`bytes`, `time_s`, `reason`.",
@@ -139,6 +140,7 @@ FITTED = {
     "edits[]": "`key: value` changes, the least harmful first; none where it fits as it is.",
     "harms[]": "Of each: `when`, `slower` or `batch`.",
     "needed_bytes": "Memory of one device with them.",
+    "peak_bytes": "With `fsdp.memory_limit`: the peak of a step with them; else null.",
     "step_s": "Seconds of a step with them.",
     "exposed_s": "Of it waiting for communication.",
     "fits": "True.",

@@ -70,12 +70,13 @@ def fit(report: Report, recipe: Recipe, variants: Variants | None = None) -> Fit
     search = _KnobSearch(report, recipe, variants or Variants())
     smallest = search.smallest()
     if smallest is None:
-        needed = [price.needed_bytes for price in search.tried.values() if price is not None]
-        least = f"with all of them it needs {gib(min(needed))}" if needed else "none is possible"
+        prices = [price for price in search.tried.values() if price is not None]
+        smallest_price = min(prices, key=lambda price: price.counted_bytes, default=None)
+        least = f"with all of them it needs {smallest_price.memory}" if smallest_price else "none is possible"
         others = [edit.change for edit in edits(report, recipe, variants=search.variants) if edit.fits]
         raise Mistakes.one(
             f"`{report.job.name}` does not fit, even with every edit that keeps its results", exit=Exit.FIT,
-            why=f"{least}, and a device has {gib(report.pricing.device.memory_bytes)}",
+            why=f"{least}, and {_most(report)}",
             fix="; or ".join(others) if others else "more devices, a larger one, or a smaller model",
         )  # fmt: skip
     levels, price = smallest
@@ -180,18 +181,28 @@ def _divisors(n: int) -> list[int]:
 
 def text(fitted: Fitted | None, report: Report, recipe: Recipe) -> str:
     """The recipe with a comment that lists the changes; the unchanged recipe if there are none."""
-    device = report.pricing.device
-    has = f"{gib(device.memory_bytes)} of each {device.name}"
+    pricing = report.pricing
+    has = f"{gib(pricing.device.memory_bytes)} of each {pricing.device.name}"
+    if pricing.limit is not None:
+        has = f"{gib(pricing.limit)} of `fsdp.memory_limit`"
+    given = gib(pricing.counted_bytes)
     if fitted is None:
-        head = [f"`{report.job.name}` fits as it is: {gib(report.pricing.needed_bytes)} of the {has}"]
+        head = [f"`{report.job.name}` fits as it is: {given} of the {has}"]
         return _with_comment(head, recipe.to_yaml())
     head = [
-        f"`{report.job.name}`, made to fit: {gib(fitted.price.needed_bytes)} of the {has}, as given "
-        f"{gib(report.pricing.needed_bytes)}",
+        f"`{report.job.name}`, made to fit: {gib(fitted.price.counted_bytes)} of the {has}, as given {given}",
         *(f"  {as_text([change])}   ({harm.words})" for change, harm in zip(fitted.changes, fitted.harms)),
         f"step {seconds(fitted.price.step_s)}, as given {seconds(report.pricing.step_s)} if it fitted",
     ]
     return _with_comment(head, fitted.recipe)
+
+
+def _most(report: Report) -> str:
+    """What a step may hold, in words."""
+    pricing = report.pricing
+    if pricing.limit is not None:
+        return f"`fsdp.memory_limit` is {gib(pricing.limit)}"
+    return f"a device has {gib(pricing.device.memory_bytes)}"
 
 
 def _with_comment(head: Sequence[str], recipe: str) -> str:

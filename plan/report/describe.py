@@ -89,10 +89,12 @@ def _annotations(program: Program, tensors: Sequence[Tensor]) -> Annotations:
     """How many annotations were written, what they annotate, and how much follows from them."""
     own = [record for record in program.records.values() if record.annotated]
     alike = {(pattern(record.name), str(record.layout)): record.name for record in own}
-    places = {place for name in alike.values() for place in program.explanation_of(name).written_at}
-    count = sum(tensor.annotated for tensor in tensors) + sum(record.role == "batch" for record in own)
-    written = None if program.reasons is None else sum(not place.default for place in places)
-    return Annotations(written, count, len(program.records) - len(own))
+    lines = {key: {p for p in program.explanation_of(name).written_at if not p.default} for key, name in alike.items()}
+    annotated = {tensor.name for tensor in tensors if tensor.annotated}
+    counted = {record.label for record in own if record.label in annotated or record.role == "batch"}
+    by_lines = {record.label for record in own if lines[pattern(record.name), str(record.layout)]} & counted
+    written = None if program.reasons is None else len(set().union(*lines.values()))
+    return Annotations(written, len(by_lines), len(counted - by_lines), len(program.records) - len(own))
 
 
 def explain(program: Program, name: str) -> str:

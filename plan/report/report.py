@@ -97,13 +97,23 @@ class Annotations:
     """Entries of `sharding`, and `fsdp.axis`, that a recipe writes and that shard a tensor; defaults are not counted.
     None for a program that was read from a file, which has no reasons."""
     tensors: int
-    """Parameters, inputs and activations that they shard, those of each layer counted."""
+    """Parameters, inputs and activations that they shard, those of each layer counted; of a program without reasons all
+    that are annotated."""
+    by_default: int
+    """Those that defaults alone shard."""
     inferred: int
     """Values of the program whose sharding propagation inferred."""
 
     def __str__(self) -> str:
-        by = "" if self.written is None else f" by {plural(self.written, 'line')}" if self.written else " by defaults"
-        return f"{plural(self.tensors, 'tensor')} annotated{by} (*), {self.inferred:,} inferred"
+        by = ""
+        if self.written is not None:
+            by = f" by {plural(self.written, 'line')}" if self.written else " by defaults"
+        count, also = self.tensors, ""
+        if self.written and self.by_default:
+            also = f", {self.by_default:,} by defaults"
+        else:
+            count += self.by_default
+        return f"{plural(count, 'tensor')} annotated{by}{also} (*), {self.inferred:,} inferred"
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,8 @@ class Edit:
     step_s: float
     """Seconds for the same number of tokens, unless the change affects how many a server computes at once."""
     fits: bool
+    peak_bytes: int | None = None
+    """The peak of a step, where the recipe has a limit for it."""
 
 
 @dataclass
@@ -372,6 +384,7 @@ class Report:
             "annotations": {
                 "written": self.annotations.written,
                 "given": self.annotations.tensors,
+                "by_default": self.annotations.by_default,
                 "inferred": self.annotations.inferred,
             },
             "reshards": self.reshards,

@@ -11,7 +11,7 @@ from tpshard.plan.report.order_rows import order_text
 from tpshard.plan.report.screen_tables import buckets, collectives, home, letters, pipeline_rows, reshards, shardings
 from tpshard.plan.report.screen_words import HEIGHT, LABELS, WIDTH, cut, label, step_text, verdict, wrap
 from tpshard.plan.step import expert_routing, forecast
-from tpshard.plan.step.units import count, gib, seconds
+from tpshard.plan.step.units import count, gib, memory_text, seconds
 from tpshard.programs.fit.batching import BatchPlan
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _batch(job: PlannedJob) -> str:
 
 
 def _edit(edit: Edit, before: float | None = None) -> str:
-    words = f"{edit.change}: {gib(edit.needed_bytes)}, step {seconds(edit.step_s)}"
+    words = f"{edit.change}: {memory_text(edit.needed_bytes, edit.peak_bytes)}, step {seconds(edit.step_s)}"
     if before:
         words += f" ({100 * (edit.step_s / before - 1):+.0f}%)"
     return words if edit.fits else words + ", still does not fit"

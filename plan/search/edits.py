@@ -35,7 +35,7 @@ def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | N
     """
     variants = variants or Variants()
     count = count if report.pricing.parts[0].size < LARGE else 1
-    done: list[Edit] = []
+    done: list[tuple[int, Edit]] = []
     fitting: list[frozenset[str]] = []
     further: list[list[str]] = []
     todo = _smaller(report, recipe) if report.job.what == "train" else _served_smaller(report, recipe)
@@ -55,18 +55,19 @@ def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | N
             break
         price = price_changes(recipe, change, variants, report.job.what)
         if price is not None:
-            done.append(as_edit(change, price))
+            done.append((price.counted_bytes, as_edit(change, price)))
             if price.fits:
                 fitting.append(_keys(change))
-    return [e for e in done if e.fits] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:count]
+    nearest = sorted(done, key=lambda one: (one[0], one[1].change))[:count]
+    return [edit for _, edit in done if edit.fits] or [edit for _, edit in nearest]
 
 
 def _may_fit(changes: Sequence[str], report: Report) -> bool:
-    """Whether what the changes leave at the peak fits a device."""
+    """Whether what the changes leave at the peak fits a device, and keeps the recipe's limit."""
     left = set.intersection(*(set(_LEAVES.get(key, ())) for key in _keys(changes)))
     held = sum(size for kind, size in report.pricing.worst.at_peak.items() if kind in left)
-    device = report.pricing.device
-    return held + device.context_bytes <= device.memory_bytes
+    device, limit = report.pricing.device, report.pricing.limit
+    return held + device.context_bytes <= device.memory_bytes and (limit is None or held <= limit)
 
 
 def _keys(changes: Sequence[str]) -> frozenset[str]:

@@ -48,7 +48,13 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
         else:
             pricing = server_steps.planned(recipe, what, whole=False).pricing
     return VariantPrice(
-        pricing.needed_bytes, pricing.step_s, pricing.exposed_s, pricing.fits, pricing.comm_s, pricing.idle_s
+        pricing.needed_bytes,
+        pricing.step_s,
+        pricing.exposed_s,
+        pricing.fits,
+        pricing.comm_s,
+        pricing.idle_s,
+        None if pricing.limit is None else pricing.peak_bytes,
     )
 
 
@@ -165,11 +171,9 @@ class _Search:
             return None
         candidate = self._price(unpriced)
         if candidate is None or not candidate.price.fits:
-            self.tell(
-                f"{words}: {'refused' if candidate is None else f'does not fit, {gib(_needed_bytes(candidate))}'}"
-            )
+            self.tell(f"{words}: {'refused' if candidate is None else f'does not fit, {candidate.price.memory}'}")
             self.result.refused += 1
-            self.result.closest = min(filter(None, (self.result.closest, candidate)), key=_needed_bytes, default=None)
+            self.result.closest = min(filter(None, (self.result.closest, candidate)), key=_counted_bytes, default=None)
             return candidate
         self.result.candidates.append(candidate)
         self.tell(f"{words}: {seconds(candidate.price.step_s)}")
@@ -186,12 +190,12 @@ class _Search:
     def fewest_layers(self, whole: Candidate) -> None:
         """Tries numbers of recomputed layers, each where the line through the memory of two others meets the limit."""
         layers = search_pipelines.layers_of(self.recipe)
-        limit = cluster.device_of(self.recipe)[0].memory_bytes
+        limit = self.recipe.fsdp.memory_limit or cluster.device_of(self.recipe)[0].memory_bytes
         none = replace(whole, remat="none")
         price, bound = self.figures.prices.get(tuple(none.changes)), self._bound(none)
         # layers and bytes of the nearest numbers that do not fit and that do
-        below = 0, price.needed_bytes if price is not None else bound.least_bytes if bound is not None else 0
-        above = layers, _needed_bytes(whole)
+        below = 0, price.counted_bytes if price is not None else bound.least_bytes if bound is not None else 0
+        above = layers, _counted_bytes(whole)
         for _ in range(FEWEST_TRIED):
             each = (below[1] - above[1]) / max(1, above[0] - below[0])
             count = above[0] - int((limit - above[1]) / each) if each > 0 else (below[0] + above[0]) // 2
@@ -202,7 +206,7 @@ class _Search:
             if one is None:
                 return
             below, above = (
-                (below, (count, _needed_bytes(one))) if one.price.fits else ((count, _needed_bytes(one)), above)
+                (below, (count, _counted_bytes(one))) if one.price.fits else ((count, _counted_bytes(one)), above)
             )
 
     def _figure(self, figures: dict[Changes, T | None], one: Candidate, compute: Callable[[Recipe], T]) -> T | None:
@@ -311,8 +315,8 @@ def _price_ahead(
     return tried.figures
 
 
-def _needed_bytes(candidate: Candidate) -> int:
-    return candidate.price.needed_bytes
+def _counted_bytes(candidate: Candidate) -> int:
+    return candidate.price.counted_bytes
 
 
 def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:

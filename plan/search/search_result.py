@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tpshard.plan.report.report import Edit
 from tpshard.plan.search import search_bounds
-from tpshard.plan.step.units import gib, seconds
+from tpshard.plan.step.units import gib, memory_text, seconds
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import with_changes
 
@@ -26,6 +26,17 @@ class VariantPrice:
     """Time in which a collective runs, exposed or not."""
     idle_s: float = 0.0
     """Time in which a stage waits for others."""
+    peak_bytes: int | None = None
+    """The peak of a step, where the recipe has a limit for it (`fsdp.memory_limit`)."""
+
+    @property
+    def counted_bytes(self) -> int:
+        """The bytes that the limit is about: the recipe's, or the device's memory."""
+        return self.needed_bytes if self.peak_bytes is None else self.peak_bytes
+
+    @property
+    def memory(self) -> str:
+        return memory_text(self.needed_bytes, self.peak_bytes)
 
     def beats(self, step_s: float) -> bool:
         """Whether the variant fits, and a step takes less than this."""
@@ -71,7 +82,7 @@ def as_text(changes: Iterable[str]) -> str:
 
 def as_edit(changes: Iterable[str], price: VariantPrice) -> Edit:
     """Changes of a recipe with their effect."""
-    return Edit(as_text(changes), price.needed_bytes, price.step_s, price.fits)
+    return Edit(as_text(changes), price.needed_bytes, price.step_s, price.fits, price.peak_bytes)
 
 
 class VariantBound(NamedTuple):
@@ -118,12 +129,12 @@ class SearchResult:
 
 def mark_fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Sorts candidates, fastest first, and marks those that no other beats in both time and memory."""
-    ordered = sorted(candidates, key=lambda c: (c.price.step_s, c.price.needed_bytes))
+    ordered = sorted(candidates, key=lambda c: (c.price.step_s, c.price.counted_bytes))
     least = math.inf
     out = []
     for c in ordered:
-        better = c.price.needed_bytes < least
-        least = min(least, c.price.needed_bytes)
+        better = c.price.counted_bytes < least
+        least = min(least, c.price.counted_bytes)
         out.append(replace(c, pareto=better))
     return out
 
@@ -135,7 +146,7 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
     for c in result.candidates[:rows]:
         lines.append(
             f" {'*' if c.pareto else ' '} {sizes(c.mesh):<38} {c.remat:<12} {c.per_device:>10} "
-            f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
+            f"{gib(c.price.counted_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
             f"{'  ' + ', '.join(pipeline_words(c.more, recipe)) if c.more else ''}"
         )
     if result.untried:
@@ -151,7 +162,7 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
     elif result.closest is not None:
         least = result.closest
-        lines.append(f"   the smallest needs {gib(least.price.needed_bytes)} a device: {', '.join(least.changes)}")
+        lines.append(f"   the smallest needs {gib(least.price.counted_bytes)} a device: {', '.join(least.changes)}")
     return "\n".join(lines) + "\n"
 
 
@@ -173,7 +184,7 @@ def winner(result: SearchResult, recipe: Recipe) -> str:
 
 
 def _compared(written: VariantPrice, best: Candidate | None) -> str:
-    figures = f"{gib(written.needed_bytes)}, {seconds(written.step_s)}{'' if written.fits else ', does not fit'}"
+    figures = f"{written.memory}, {seconds(written.step_s)}{'' if written.fits else ', does not fit'}"
     if best is None:
         return figures
     return f"{figures}; the fastest takes {best.price.step_s / written.step_s:.0%} of that time"

@@ -269,6 +269,11 @@ class StepMemory(ABC):
         return self.needed_bytes <= self.device.memory_bytes and not self.over_limit_bytes
 
     @property
+    def counted_bytes(self) -> int:
+        """The bytes that are compared with the recipe's limit, or with the device's memory where it has none."""
+        return self.needed_bytes if self.limit is None else self.peak_bytes
+
+    @property
     def over_limit_bytes(self) -> int:
         """Bytes by which the peak exceeds the recipe's limit; 0 where it keeps it or has none."""
         return 0 if self.limit is None else max(0, self.peak_bytes - self.limit)

@@ -28,6 +28,11 @@ def gib(n: float) -> str:
     return f"{n:.0f} B"
 
 
+def memory_text(needed: int, peak: int | None) -> str:
+    """The memory of a variant as text: what it needs, or the peak of a step for which the recipe has a limit."""
+    return gib(needed) if peak is None else f"{gib(peak)} at the peak"
+
+
 def bytes_axis(top: float) -> tuple[float, str]:
     """The unit, as its bytes and name, for the labels of an axis that ends at `top` bytes."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))

@@ -12,7 +12,7 @@ from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Edit, Report
 from tpshard.plan.report.screen_words import LABELS, sharding_text, step_text, verdict
-from tpshard.plan.step.units import count, gib, seconds
+from tpshard.plan.step.units import count, gib, memory_text, seconds
 from tpshard.plan.views import page_data, pictures
 
 _STYLE = """
@@ -195,7 +195,10 @@ def _what_if(report: Report) -> str:
     edits = [*report.edits, *report.suggestions]
     if not edits:
         return "<p>No edit that was tried would help.</p>"
-    rows = [(e.change, gib(e.needed_bytes), seconds(e.step_s), "fits" if e.fits else "does not fit") for e in edits]
+    rows = [
+        (e.change, memory_text(e.needed_bytes, e.peak_bytes), seconds(e.step_s), "fits" if e.fits else "does not fit")
+        for e in edits
+    ]
     now = (
         "as it is", gib(report.pricing.needed_bytes), seconds(report.pricing.step_s),
         "fits" if report.fits else "does not fit",
@@ -204,4 +207,4 @@ def _what_if(report: Report) -> str:
 
 
 def _edit(edit: Edit) -> str:
-    return f"{edit.change}: {gib(edit.needed_bytes)}, step {seconds(edit.step_s)}"
+    return f"{edit.change}: {memory_text(edit.needed_bytes, edit.peak_bytes)}, step {seconds(edit.step_s)}"

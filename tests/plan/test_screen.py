@@ -33,11 +33,15 @@ def test_one_screen(report):
 
 
 def test_lines_that_annotate_are_counted_apart_from_tensors_and_defaults(report):
-    assert report.annotations.written == 0 and "11 tensors annotated by defaults (*)" in str(report.annotations)
+    assert report.annotations.written == 0 and "11 tensors annotated by defaults (*), " in str(report.annotations)
     rules = "sharding: {rules: {batch: fsdp, mlp: tp}, annotate: {layers.*.residual: [batch, seq, embed]}}\n"
     written = planner.report(loads(RECIPE + rules), "").annotations
-    assert (written.written, written.tensors) == (3, 8)
-    assert "8 tensors annotated by 3 lines (*)" in str(written)
+    assert (written.written, written.tensors, written.by_default) == (3, 8, 0)
+    assert "8 tensors annotated by 3 lines (*), " in str(written)
+    for line in ("annotate={embedded: [batch, seq, embed]}", "pin={output.weight: [tp, null]}"):
+        one = planner.report(loads(RECIPE, [f"sharding.{line}"]), "").annotations
+        assert (one.written, one.tensors) == (1, 1)
+        assert f"1 tensor annotated by 1 line, {one.by_default} by defaults (*), " in str(one)
 
 
 def test_a_suggestion_is_shown_whole_on_as_many_lines_as_it_needs(report):
@@ -131,7 +135,7 @@ def test_json_has_the_names_that_others_rely_on(report):
     assert {"step_s", "compute_s", "comm_s", "exposed_comm_s"} <= data["time"].keys()
     assert {"kind", "axes", "count", "bytes", "wire_bytes", "time_s", "reason"} <= data["collectives"][0].keys()
     assert {"name", "shape", "sharding", "reason"} <= data["shardings"][0].keys()
-    assert {"written", "given", "inferred"} == data["annotations"].keys()
+    assert {"written", "given", "by_default", "inferred"} == data["annotations"].keys()
     assert data["mesh"] == {"fsdp": 2, "tp": 2} or data["mesh"] == {"dp": 1, "fsdp": 2, "tp": 2}
     assert sum(data["memory"]["by_category"].values()) == data["memory"]["peak_bytes"]
     wq = next(s for s in data["shardings"] if s["name"] == "layers.0.attention.wq.weight")

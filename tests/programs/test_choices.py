@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules import table
 from tpshard.plan import planner
+from tpshard.plan.questions import fitting
+from tpshard.plan.report import screen
 from tpshard.plan.report.screen_words import verdict
+from tpshard.plan.search import edits
+from tpshard.plan.step.step_price import price_training
+from tpshard.plan.step.units import gib
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.fit.fit import SAVED_OPERATIONS, misfits
 from tpshard.programs.parts import step_programs
@@ -79,11 +85,48 @@ def test_the_program_that_runs_keeps_the_memory_limit(policy: str) -> None:
 
 
 def test_time_is_paid_only_for_memory_that_is_needed() -> None:
-    """Where nothing keeps a limit, and greedy buckets hardly help, the buckets are those of units."""
-    tight = ("model.seq_len=256", "model.layers=4", "fsdp.memory_limit=1")
-    by_unit, least = peak(*tight, "fsdp.bucket=wrap"), peak(*tight, "fsdp.bucket=greedy")
-    assert CLEARLY * by_unit < least, "the sample is meant to hardly gain by greedy buckets"
-    assert program_with(*tight).fingerprint == program_with(*tight, "fsdp.bucket=wrap").fingerprint
+    """Where nothing fits a device, and greedy buckets hardly help, the buckets are those of units; beyond a limit,
+    which ends the plan, they are the smallest."""
+    setting = Setting.of(loads(RECIPE, ["model.seq_len=256", "model.layers=4"]))
+    program = step_programs.micro_program(setting, memo=MEMO)
+    by_unit = [[port.name] for port in program.inputs if port.kind == "parameter"]
+    for limit, least in ((None, CLEARLY), (1, 0.999)):
+        tight = Chooser(replace(setting, recipe=loads(RECIPE, [] if limit is None else [f"fsdp.memory_limit={limit}"])))
+        tight.memory = 1
+        for of_greedy in (0.97, 0.99, 1.01):
+            peaks = {by_unit[0][0]: 1000, "greedy": int(1000 * of_greedy)}
+            tight.greedy = lambda *_: [["greedy"]]  # type: ignore[method-assign]
+            tight.peak = lambda groups, peaks=peaks: peaks[groups[0][0]]  # type: ignore[method-assign, assignment, misc]
+            chosen = tight.best(program, by_unit, lambda groups: groups)  # type: ignore[arg-type, return-value]
+            assert (chosen == [["greedy"]]) == (of_greedy < least)
+
+
+PIPELINE = ("mesh={pp: 2, fsdp: 2}", "model.layers=4", "model.seq_len=64", "batch.global_sequences=16")
+SIZES = ("model.width=64", "model.mlp=256", "model.vocab=128")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("fsdp.bucket=greedy",), ("fsdp.bucket=greedy", "fsdp.reshard_after_forward=false", "model.seq_len=256"),
+        (*PIPELINE, "pipeline={schedule: 1f1b, micro_batches: 4}", "fsdp.bucket=greedy"),
+        (*PIPELINE, "pipeline={schedule: zero_bubble, micro_batches: 4}"),
+        (*PIPELINE, "pipeline={schedule: gpipe, micro_batches: 4}", "fsdp.accumulate.gather=step"),
+        ("batch.global_sequences=8", "batch.per_device=1", "fsdp.accumulate.gather=step"),
+        ("batch.global_sequences=8", "batch.per_device=1", "fsdp.accumulate.reduce=last"),
+    ],
+    ids=["greedy", "kept", "1f1b", "zero bubble", "pipeline gathers once", "gathers once", "reduces once"],
+)  # fmt: skip
+def test_the_least_that_can_be_had_is_kept_as_a_limit(overrides: tuple[str, ...]) -> None:
+    """What a plan says is least, where a limit cannot be met, is met as a limit; no policy of buckets needs less."""
+
+    def step_peak(*more: str) -> int:
+        built = training.build(Setting.of(loads(RECIPE, ["remat=full", *SIZES, *overrides, *more])), memo=MEMO)
+        return price_training(built).peak_bytes
+
+    least = step_peak("fsdp.memory_limit=1")
+    assert step_peak(f"fsdp.memory_limit={least}") <= least
+    assert least <= min(step_peak("fsdp.bucket=wrap"), step_peak("fsdp.bucket=none"))
 
 
 @pytest.mark.parametrize("limit", ["4KiB", "1GiB"])
@@ -99,6 +142,22 @@ def test_a_limit_that_nothing_keeps_ends_the_plan_and_the_run(limit: str) -> Non
     with pytest.raises(Mistakes, match=r"more than `fsdp.memory_limit`") as raised:
         planner.check_limit(programs)
     assert raised.value.exit == Exit.FIT
+    with pytest.raises(Mistakes, match=r"at the peak, and `fsdp.memory_limit` is"):
+        fitting.fit(report, programs.setting.recipe)
+
+
+def test_what_keeps_a_limit_is_compared_with_the_limit() -> None:
+    """Edits, `--fit` and the search say peaks beside a limit, not what a device needs in all."""
+    setting = Setting.of(loads(RECIPE, [*SIZES, "model.seq_len=256", "fsdp.memory_limit=1"]))
+    least = price_training(training.build(setting, memo=MEMO)).peak_bytes
+    recipe = loads(RECIPE, [*SIZES, "model.seq_len=256", f"fsdp.memory_limit={least - 1}"])
+    report = planner.planned_training(training.build(Setting.of(recipe), memo=MEMO)).report
+    report.edits = edits.edits(report, recipe, count=1)
+    assert [edit.fits for edit in report.edits] == [True]
+    assert (peak := report.edits[0].peak_bytes) is not None and peak < least
+    assert f"{report.edits[0].change}: {gib(peak)} at the peak" in screen.screen(report)
+    words = fitting.text(fitting.fit(report, recipe), report, recipe).splitlines()[0]
+    assert words.endswith(f"of the {gib(least - 1)} of `fsdp.memory_limit`, as given {gib(least)}")
 
 
 def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> None:
