@@ -144,11 +144,16 @@ def window(
     """Emits the halo exchange that extends a device's shard `node` to its window.
 
     size: the operand's size along `dim`. Positions outside of the operand hold `fill`, or anything if that is None.
+    Elements of a node that were received before, as those that a convolution read are for its weight's gradient, are
+    not sent again.
     """
     pieces = {0: node}
     for hop, width in halo.hops():
-        strip = emitter.narrow(node, dim, halo.part - width if hop > 0 else 0, width)
-        pieces[-hop] = shift(emitter, strip, axes, hop, why)
+        key = node, dim, axes, hop, width
+        if key not in emitter.received:
+            strip = emitter.narrow(node, dim, halo.part - width if hop > 0 else 0, width)
+            emitter.received[key] = shift(emitter, strip, axes, hop, why)
+        pieces[-hop] = emitter.received[key]
     node = emitter.concatenate([pieces[place] for place in sorted(pieces)], dim)
     node = emitter.pad(node, dim, *halo.padding)
     node = emitter.narrow(node, dim, emitter.pick(axes, halo.starts), halo.length)

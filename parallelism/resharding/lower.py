@@ -63,6 +63,8 @@ class Emitter:
         self.place = Place()
         self.ranked: dict[tuple[Any, ...], fx.Node] = {}
         """Nodes of numbers that depend on the rank, by function and arguments."""
+        self.received: dict[tuple[fx.Node, int, Axes, int, int], fx.Node] = {}
+        """What neighbours sent of a node: by the node, the dim, the axes, the distance, and the number of elements."""
         self.prologue: fx.Node | None = None
 
     def at(self, origin: str, place: Place) -> None:
