@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, SourcePlace, Through
 
 Name = Callable[[str], str]
@@ -20,8 +21,14 @@ def unasked_reshards(comms: Sequence[Any]) -> str:
     unasked = [comm for comm in comms if not comm.requested]
     if not unasked:
         return ""
-    moved = f"{len(unasked)} reshards that nothing asks for move {sum(comm.bytes for comm in unasked) / MIB:.1f} MiB"
+    verb = "moves" if len(unasked) == 1 else "move"
+    moved = f"{plural(len(unasked), 'reshard')} that nothing asks for {verb} {size(sum(c.bytes for c in unasked))}"
     return f"{moved}; the first: {unasked[0].reason}"
+
+
+def size(n: int) -> str:
+    """Bytes as text: MiB with a decimal, or KiB or B where that is none."""
+    return f"{n / MIB:.1f} MiB" if n >= MIB / 10 else f"{n / 1024:.1f} KiB" if n >= 1024 else f"{n} B"
 
 
 def axes_text(axes: Sequence[Any]) -> str:

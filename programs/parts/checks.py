@@ -16,7 +16,7 @@ from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, WHILE_ROUNDS, while_loop
 from tpshard.parallelism.sharding import even, local_size
-from tpshard.parallelism.words import MIB, unasked_reshards
+from tpshard.parallelism.words import size, unasked_reshards
 from tpshard.programs.fit.fit import nothing_saved
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.parallel_keys import RematEvery
@@ -99,7 +99,7 @@ def check_reshards(setting: Setting, program: Program) -> list[str]:
 def _unasked_collective(setting: Setting, comm: Collective) -> Diagnostic:
     value = comm.value[0]
     return Diagnostic(
-        f"nothing in the recipe asks for the {comm.kind} of `{value}`, {comm.bytes / MIB:.1f} MiB",
+        f"nothing in the recipe asks for the {comm.kind} of `{value}`, {size(comm.bytes)}",
         exit=Exit.FIT,
         where=setting.recipe.where("sharding.on_reshard"),
         why=comm.reason,
