@@ -15,6 +15,7 @@ from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules import table
+from tpshard.parallelism.words import size
 from tpshard.plan import planner
 from tpshard.plan.questions import fitting
 from tpshard.plan.report import screen
@@ -172,8 +173,8 @@ def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> Non
         training.build(setting)
     assert stopped.value.exit == Exit.FIT and unasked[0].value[0] in str(stopped.value.diagnostics)
     warned = training.build(Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=warn"])))
-    moved = sum(c.bytes for c in unasked) / 2**20
-    assert any(f"nothing asks for move {moved:.1f} MiB;" in text for text in warned.micro.warnings)
+    moved = size(sum(c.bytes for c in unasked))
+    assert any(f"{len(unasked)} reshards that nothing asks for move {moved};" in text for text in warned.micro.warnings)
     assert "nothing in the recipe asks for the " in str(stopped.value.diagnostics)
     silent = training.build(Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=allow"])))
     assert not silent.micro.warnings
