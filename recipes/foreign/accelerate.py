@@ -134,12 +134,15 @@ def _cluster(device: str | None, processes: int, machines: int, nodes: int | Non
     return {"cluster.nodes": machines, "cluster.devices_per_node": processes // machines}
 
 
-def _storage(distributed: str, stage: int, strategy: Any, reshard: Any, optimizer: Any, *precision: Any) -> Any:
+def _storage(
+    sent: str | None, summed: str | None, loaded: str | None, distributed: str, stage: int, strategy: Any, reshard: Any,
+    optimizer: Any, *precision: Any,
+) -> Any:  # fmt: skip
     kind = _kind(distributed, stage)
     if distributed.upper() == "MEGATRON_LM":
         kind = "zero1" if truth(optimizer) else "none"
     computed = PRECISIONS.get(deepspeed.precision(*precision), "fp32")
-    return storage(kind, computed, False, strategy_of(strategy, reshard)[1])
+    return storage(kind, computed, False, strategy_of(strategy, reshard)[1], sent, summed, loaded)
 
 
 def _dtype(*precision: Any) -> Any:
@@ -183,6 +186,8 @@ def _remat(
 
 
 def _schedule(
+    rate: float,
+    last_rate: float | None,
     default: str,
     kind: str | None,
     warmup: float,
@@ -197,6 +202,7 @@ def _schedule(
 ) -> Any:
     names = {"WarmupDecayLR": "linear", "WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
     name = names.get(kind, kind) if kind else default
+    least = last_rate / rate if last_rate is not None and rate else least
     share = warmup if 0 < warmup < 1 else share if not warmup else 0.0
     end = steps or (math.floor(total) if total else None if epochs else 1000)
     if isinstance(of_json, int) or not share:
@@ -307,7 +313,7 @@ ROWS = (
     KeyRow("model.dtype", PRECISION, _dtype),
     KeyRow("adapters.lora", PEFT, _adapter),
     KeyRow(STORAGE,
-        {"distributed_type": "NO", "deepspeed_config.zero_stage": 2, **FSDP,
+        {**deepspeed.TYPES, "dtype": Maybe(str), "distributed_type": "NO", "deepspeed_config.zero_stage": 2, **FSDP,
          "megatron_lm_config.use_distributed_optimizer": False, **PRECISION},
         _storage),
     *ALWAYS,
@@ -339,6 +345,7 @@ ROWS = (
     KeyRow("optimizer.eps", {"adam_epsilon": 1e-8, f"{JSON}.params.eps": Maybe(float)}, _own),
     KeyRow("optimizer.weight_decay", {"weight_decay": 0.0, f"{JSON}.params.weight_decay": Maybe(float)}, _own),
     KeyRow("schedule", {
+        "learning_rate": 5e-5, "lr_scheduler_kwargs.min_lr": Maybe(float),
         "lr_scheduler_type": "linear", "deepspeed_config.scheduler.type": Maybe(str), "warmup_steps": 0.0,
         "warmup_ratio": 0.0,
         "deepspeed_config.scheduler.params.warmup_num_steps": Maybe(object),
@@ -377,7 +384,7 @@ TOOL = Tool(
     ROWS,
     aliases={
         **ALIASES,
-        "lr_scheduler_kwargs.min_lr_rate": "lr_scheduler_kwargs.min_lr_ratio",
+        "lr_scheduler_kwargs.min_lr_rate": "lr_scheduler_kwargs.min_lr_ratio", "torch_dtype": "dtype",
         **{f"parallelism_config.parallelism_config_{name}": f"parallelism_config.{name}"
            for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "cp_comm_strategy")},
         **{f"megatron_lm_config.megatron_lm_{name.rpartition('.')[2]}": name for name in (

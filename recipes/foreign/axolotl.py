@@ -119,9 +119,12 @@ def _dtype(fp8: Any, base: str | None, *types: Any) -> Any:
     return Unsaid(IN_FP8, "fp8", ("fp8",)) if truth(fp8) else _computed(*types)
 
 
-def _storage(adapter: str | None, bf16: Any, fp16: Any, bfloat16: Any, float16: Any, *kind: Any) -> dict[str, Any]:
+def _storage(
+    sent: str | None, summed: str | None, adapter: str | None, bf16: Any, fp16: Any, bfloat16: Any, float16: Any,
+    *kind: Any,
+) -> dict[str, Any]:  # fmt: skip
     computed = _computed(bf16, fp16, bfloat16, float16)
-    return storage(_kind(*kind), computed, adapter is not None, strategy_of(*kind[-2:])[1])
+    return storage(_kind(*kind), computed, adapter is not None, strategy_of(*kind[-2:])[1], sent, summed)
 
 
 def _batch(micro: int, accumulated: int | None, of_rank: int | None, *values: Any) -> Any:
@@ -239,7 +242,7 @@ ROWS = (
         "liger_fused_linear_cross_entropy": False, "cut_cross_entropy": Maybe(object), "chunked_cross_entropy": False,
         "plugins": [], "sequence_len": 512,
     }, _chunks),
-    KeyRow(STORAGE, {"adapter": Maybe(str), **COMPUTED, **KIND}, _storage),
+    KeyRow(STORAGE, {**deepspeed.TYPES, "adapter": Maybe(str), **COMPUTED, **KIND}, _storage),
     *ALWAYS,
     KeyRow("remat", {"gradient_checkpointing": Maybe(object), "fsdp_config.activation_checkpointing": False},
         lambda trainer, fsdp: "full" if truth(trainer) or truth(fsdp) or "offload" in str(trainer) else "none"),

@@ -95,12 +95,39 @@ def clipping(norm: Any) -> float | None:
     return (norm or None) if isinstance(norm, int | float) else 1.0
 
 
+TYPES: dict[str, Any] = {
+    f"{PLACE}.communication_data_type": Maybe(str), f"{PLACE}.data_types.grad_accum_dtype": Maybe(str),
+}  # fmt: skip
+"""The types in which gradients are reduced, and in which they are summed."""
+
+
+def _warmup(
+    kind: str | None, form: str, steps: Any, least: float | None, most: float | None, *rates: float | None
+) -> Any:
+    """Its schedules rise from a rate to another, by the logarithm of the step unless `linear`."""
+    if kind is None or not kind.startswith("Warmup"):
+        return Omit
+    names = f"{PLACE}.scheduler.params."
+    if least:
+        return Unsaid("a recipe's rate rises from 0", keys=(names + "warmup_min_lr",))
+    if most is not None and most not in rates:
+        return Unsaid("a recipe's rate rises to optimizer.lr", keys=(names + "warmup_max_lr",))
+    if form != "linear" and steps != 0:
+        return Unsaid("the rate rises by the step here, by its logarithm there", keys=(names + "warmup_type",))
+    return Omit
+
+
 ROWS = (
     KeyRow((), {f"{PLACE}.offload_optimizer_device": "none", f"{PLACE}.offload_param_device": "none"},
         lambda *places: Unsaid("a recipe offloads activations alone")
         if any(str(p).lower() != "none" for p in places) else Omit),
     KeyRow((), {f"{PLACE}.json": Maybe(object)}, lambda _: Omit),
-    KeyRow((), {f"{PLACE}.communication_data_type": Maybe(str)},
-        lambda kind: Omit if kind is None else Unsaid("gradients are reduced in the type of the computation")),
+    KeyRow((), {
+        f"{PLACE}.scheduler.type": Maybe(str), f"{PLACE}.scheduler.params.warmup_type": "log",
+        f"{PLACE}.scheduler.params.warmup_num_steps": Maybe(object),
+        f"{PLACE}.scheduler.params.warmup_min_lr": Maybe(float),
+        f"{PLACE}.scheduler.params.warmup_max_lr": Maybe(float),
+        f"{PLACE}.optimizer.params.lr": Maybe(float), "learning_rate": Maybe(float),
+    }, _warmup),
 )  # fmt: skip
 """Rows of all that use it."""

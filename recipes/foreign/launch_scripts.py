@@ -16,7 +16,8 @@ from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
 from tpshard.files.folder_json import read_named
 from tpshard.recipes.foreign import deepspeed
 from tpshard.recipes.settings import shell_flags, yaml_settings
-from tpshard.recipes.settings.stated import Stated, StatedSettings
+from tpshard.recipes.settings.stated import Stated, StatedSettings, of_tree
+from tpshard.recipes.text.nodes import compose
 
 LARGEST = 1 << 18
 """Bytes of a configuration."""
@@ -178,7 +179,9 @@ def _program(flags: Iterable[Stated], file: str) -> Iterator[Stated]:
         name = _plain(one.key)
         if name == "max_steps" and isinstance(one.value, int) and one.value <= 0:  # none: epochs count
             continue
-        if name in ("deepspeed", "deepspeed_config") and one.value is not False:
+        if isinstance(one.value, str) and one.value.lstrip().startswith("{") and name.endswith(("_kwargs", "_config")):
+            yield from _map(one, name)
+        elif name in ("deepspeed", "deepspeed_config") and one.value is not False:
             yield one.meaning("distributed_type", "DEEPSPEED")
             if isinstance(one.value, str):
                 yield one.named("deepspeed_config.deepspeed_config_file")
@@ -191,6 +194,17 @@ def _program(flags: Iterable[Stated], file: str) -> Iterator[Stated]:
             yield replace(one.named(PROGRAM.get(name, name)), of_program=True)
         elif str(one.value).lower() != "false":
             yield replace(one.meaning(*SWITCHES[name]), of_program=True)
+
+
+def _map(one: Stated, name: str) -> Iterator[Stated]:
+    """The settings of a map, in JSON or YAML, that stands behind a flag. Raises `Mistakes` for a damaged one."""
+    try:
+        inside = of_tree(compose(one.value, name, mapping=False))
+    except Mistakes as error:
+        message = f"{one.name} holds no map of settings: {error.diagnostics[0].message}"
+        raise Mistakes.one(message, where=one.where, fix="correct it") from error
+    for key, setting in inside.items():
+        yield replace(one.meaning(f"{name}.{key}", setting.value), of_program=True)
 
 
 def _fsdp(one: Stated) -> Iterator[Stated]:

@@ -169,8 +169,9 @@ def _sums(fp16: bool, in_fp32: bool, in_bf16: bool, grads: str) -> str:
 
 
 def _precision(
-    fp16: bool, in_fp32: bool, in_bf16: bool, grads: str, bf16: bool, fp8: str | None, moments: str, experts: int | None
-) -> Any:
+    fp16: bool, in_fp32: bool, in_bf16: bool, grads: str, bf16: bool, fp8: str | None, moments: str, squares: str,
+    aware: bool, experts: int | None,
+) -> Any:  # fmt: skip
     computed, sums = "bf16" if bf16 else "fp16" if fp16 else "fp32", _sums(fp16, in_fp32, in_bf16, grads)
     keys = {
         "model.dtype": "fp8" if fp8 and not experts else computed, "fsdp.param_dtype": computed,
@@ -179,6 +180,12 @@ def _precision(
     }  # fmt: skip
     if bf16 and fp16:
         return Conflict("--bf16 and --fp16 together stop it", keys, "keep one of them", ("--bf16", "--fp16"))
+    flags = {"--main-grads-dtype": grads, "--exp-avg-dtype": moments, "--exp-avg-sq-dtype": squares}
+    if not aware and (other := [flag for flag, dtype in flags.items() if dtype != "fp32"]):
+        message = f"{other[0]} {flags[other[0]]} needs --use-precision-aware-optimizer, without which it stops"
+        return Conflict(message, keys, fix="add it", keys=tuple(other))
+    if moments != squares:
+        return Unsaid(f"both moments are kept in {moments}", keys, ("--exp-avg-sq-dtype",))
     return Unsaid(NO_EXPERTS, keys, ("--fp8-format",)) if fp8 and experts else keys
 
 
@@ -290,6 +297,31 @@ def _every(iters: int, interval: int | None, whole: int | None, micro: int, *siz
     return {"every_steps": interval, "sequences": iters * (whole or micro * ranks.data)}
 
 
+def _fsdp2(fsdp2: bool, pp: int, ep: int, optimizer: bool, untied: bool, fp16: bool) -> Any:
+    """What --use-torch-fsdp2 does not stand beside."""
+    wrong = {
+        "--pipeline-model-parallel-size": pp > 1, "--expert-model-parallel-size": ep > 1,
+        "--use-distributed-optimizer": optimizer, "--fp16": fp16,
+    }  # fmt: skip
+    beside = next((flag for flag, on in wrong.items() if on), None)
+    key = "--use-torch-fsdp2"
+    if fsdp2 and beside is not None:
+        return Conflict(f"{key} stops it beside {beside}", fix="keep one of them", keys=(key, beside))
+    needed = "--untie-embeddings-and-output-weights"
+    return Conflict(f"{key} needs {needed}, without which it stops", fix="add it") if fsdp2 and not untied else Omit
+
+
+def _decay(kind: str, first: float | None, last: float | None) -> Any:
+    """The decay of weights that grows over a run."""
+    flags = ("--start-weight-decay", "--end-weight-decay")
+    if kind != "constant":
+        return Unsaid("the decay of weights is constant here")
+    if first is None and last is None:
+        return Omit
+    message = f"{flags[first is None]} needs --weight-decay-incr-style, without which it stops"
+    return Conflict(message, fix="leave it out", keys=flags)
+
+
 def _data(mock: bool, path: Any) -> Any:
     if mock or path is None:
         return "sample"
@@ -311,6 +343,7 @@ def _overlap(grads: bool, params: bool, optimizer: bool) -> Any:
     )
 
 
+SCALES = ("--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis")
 ROWS = (
     KeyRow(MESH, {**RULES, **RANKS}, _mesh),
     KeyRow(("cluster.nodes", "cluster.devices_per_node"), {"recipe.cluster.device": Maybe(str), **HOSTS},
@@ -321,7 +354,8 @@ ROWS = (
         lambda seq: seq or Unsaid("the file does not say it; give model.seq_len=...", 4096)),
     KeyRow(
         ("model.dtype", "fsdp.param_dtype", "fsdp.master_dtype", "fsdp.reduce_dtype", "optimizer.state_dtype"),
-        {**SUMS, "--bf16": False, "--fp8-format": Maybe(str), "--exp-avg-dtype": "fp32", "--num-experts": Maybe(int)},
+        {**SUMS, "--bf16": False, "--fp8-format": Maybe(str), "--exp-avg-dtype": "fp32", "--exp-avg-sq-dtype": "fp32",
+         "--use-precision-aware-optimizer": False, "--num-experts": Maybe(int)},
         _precision,
     ),
     *IN_FP8,
@@ -378,6 +412,15 @@ ROWS = (
     KeyRow("logging.every_steps", {"--log-interval": 100}),
     KeyRow("logging.wandb", {"--wandb-project": Maybe(str)}, lambda name: {"project": name} if name else None),
     KeyRow("logging.tensorboard", {"--tensorboard-dir": Maybe(object)}, lambda folder: folder is not None),
+    KeyRow((), {"--use-torch-fsdp2": False, "--pipeline-model-parallel-size": 1, "--expert-model-parallel-size": 1,
+                "--use-distributed-optimizer": False, "--untie-embeddings-and-output-weights": False, "--fp16": False},
+        _fsdp2),
+    KeyRow((), {"--weight-decay-incr-style": "constant", "--start-weight-decay": Maybe(float),
+                "--end-weight-decay": Maybe(float)}, _decay),
+    KeyRow((), {"--fp16": False, "--loss-scale": Maybe(float), "--initial-loss-scale": Maybe(float),
+                "--min-loss-scale": Maybe(float), "--loss-scale-window": Maybe(float), "--hysteresis": Maybe(int)},
+        lambda fp16, *scales: Unsaid("the scale of the loss is no key of a recipe", keys=SCALES)
+        if fp16 and any(one is not None for one in scales) else Omit),
     KeyRow((), {"--rotary-percent": 1.0},
         lambda share: Omit if share == 1 else Unsaid("rotary positions turn all of a head here")),
     KeyRow((), {"--calculate-per-token-loss": False}, lambda _: Omit),

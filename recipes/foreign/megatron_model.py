@@ -54,7 +54,7 @@ def kind(*values: Any) -> Any:
     if PRESETS[preset].rope_scaling is not None and not flags["use_rope_scaling"]:
         keys |= {"rope_scaling": {"factor": 1}}
     differs |= _differences(flags, preset)
-    return Unsaid("; ".join(dict.fromkeys(differs.values())), keys, tuple(differs)) if differs else keys
+    return Unsaid("; ".join(dict.fromkeys(differs.values())), keys, of_each=differs) if differs else keys
 
 
 def mlp(size: int | None, width: int | None, gated: bool, of_experts: int | None) -> Any:

@@ -117,8 +117,9 @@ def _batch(local: int, whole: int, micro: int, several: int | None, *sizes: Any)
 
 
 def _pipeline(
-    schedule: str, pp: int, each: int | None, first: int, last: int, parts: list[list[str]] | None, *model: str
-) -> Any:
+    schedule: str, pp: int, each: int | None, first: int, last: int, parts: list[list[str]] | None, points: Any,
+    *model: str,
+) -> Any:  # fmt: skip
     if pp == 1:
         return Omit
     name = next((ours for theirs, ours in SCHEDULES.items() if theirs.lower() == schedule.lower()), None)
@@ -131,6 +132,8 @@ def _pipeline(
         split = [sum(re.fullmatch(r"layers\.\d+", str(one)) is not None for one in part) for part in parts]
         return {"schedule": name, **({"rounds": len(split) // pp} if looped else {}), "split": split}
     keys = _model(*model)
+    if points:
+        return _at(points, name, pp, keys)
     if "zerobubble" in schedule.lower():
         why = "its stages, two a device, are one a device here"
         return Unsaid(why, {"schedule": name}, ("parallelism.pipeline_parallel_schedule",))
@@ -149,6 +152,24 @@ def _pipeline(
     return {"schedule": name, **rounds, **({"split": split} if min(split) > 0 else {})}
 
 
+def _at(points: Any, name: str, pp: int, model: Any) -> Any:
+    """The stages that begin at the layers which older versions name: a list, or text with commas."""
+    named = points if isinstance(points, list) else [one.strip() for one in str(points).split(",")]
+    starts = [int(str(one)[7:]) for one in named if re.fullmatch(r"layers\.\d+", str(one))]
+    key = ("parallelism.pipeline_parallel_split_points",)
+    rounds = (len(starts) + 1) // pp
+    looped = name in ("interleaved_1f1b", "circular")
+    keys = {"schedule": name, **({"rounds": rounds} if looped else {})}
+    if len(starts) < len(named) or isinstance(model, Unsaid):
+        return Unsaid("stages begin at layers here: pipeline.split", keys, key)
+    layers = preset(model["preset"], {key: value for key, value in model.items() if key != "preset"}).layers
+    split = [end - start for start, end in zip([0, *starts], [*starts, layers])]
+    if min(split) < 1 or len(split) != pp * (rounds if looped else 1):
+        message = f"{', '.join(map(str, named))} do not cut {layers} layers into stages of {pp} ranks"
+        return Conflict(message, keys=key, exit=Exit.FIT)
+    return {**keys, "split": split}
+
+
 def _model(name: str, flavor: str) -> Any:
     size = re.sub("_(flex|varlen|non_fused)(_\\w+)?$", "", str(flavor)).lower()
     plain = re.sub("_(ft|simple_fsdp|auto_parallel)$", "", name)
@@ -158,8 +179,9 @@ def _model(name: str, flavor: str) -> Any:
     if plain == "llama3" and size in ("1b", "3b"):
         keys = {**(model_names.named(f"llama-3.2-{size}") or {}), "rope_scaling": {"factor": 8}}
     if keys is None:
-        why = "its sizes are not known here; give model.preset=..., or a folder model.hf=..."
         where = HUB.get((plain, re.sub("_.*", "", size)))
+        why = "its sizes are not known here; give model.preset=..., or a folder model.hf=..."
+        why = f"its sizes are read from {where}, over the network; or give model.hf=FOLDER" if where else why
         return Unsaid(why, model_names.folder(where) if where else {"hf": "MODEL"})
     return keys
 
@@ -289,7 +311,8 @@ ROWS = (
             "parallelism.pipeline_parallel_layers_per_stage": Maybe(int),
             "parallelism.pipeline_parallel_first_stage_less_layers": 1,
             "parallelism.pipeline_parallel_last_stage_less_layers": 1,
-            "parallelism.module_fqns_per_model_part": Maybe(list), "model.name": "llama3",
+            "parallelism.module_fqns_per_model_part": Maybe(list),
+            "parallelism.pipeline_parallel_split_points": Maybe(object), "model.name": "llama3",
             "model.flavor": "debugmodel",
         },
         _pipeline,
@@ -342,6 +365,7 @@ ROWS = (
     KeyRow("logging.every_steps", {"metrics.log_freq": 10}),
     KeyRow("logging.wandb", {"metrics.enable_wandb": False}, lambda on: {"mode": "auto"} if on else None),
     KeyRow("logging.tensorboard", {"metrics.enable_tensorboard": False}),
+    KeyRow((), {"optimizer.fused": True}, lambda on: Omit if on else Unsaid("the optimizer is one kernel here")),
     KeyRow((), {"training.enable_cpu_offload": False},
         lambda on: Unsaid("a recipe offloads activations alone") if on else Omit),
     KeyRow((), {"optimizer.early_step_in_backward": False}, lambda on: Unsaid("no key says it") if on else Omit),
@@ -361,6 +385,8 @@ TOOL = Tool(
     ROWS,
     aliases={
         "training.batch_size": "training.local_batch_size",
+        "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+        "experimental.pipeline_parallel_split_points": "parallelism.pipeline_parallel_split_points",
         "training.warmup_steps": "lr_scheduler.warmup_steps",
         "training.compile": "compile.enable",
         "training.seed": "debug.seed",

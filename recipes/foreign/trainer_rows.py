@@ -59,23 +59,30 @@ def ranks_of(
     return RankSizes(replicas, shards, ep, cp, tp, stores=("fsdp", "cp"))
 
 
-def storage(kind: Kind, computed: str, adapters: bool, reshard: bool) -> dict[str, Any]:
+def storage(
+    kind: Kind, computed: str, adapters: bool, reshard: bool, sent: str | None = None, summed: str | None = None,
+    loaded: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The types in which parameters and gradients are stored, gathered and reduced, and when.
 
     Under FSDP and DeepSpeed, accelerate keeps trained parameters in fp32; alone or under DDP they stay as they were
-    loaded. Gradients are reduced in the type of the computation, after the last micro-batch; DeepSpeed's stages 2 and 3
-    reduce each.
+    `loaded`, by default in the type of the computation. Gradients are reduced in that type, after the last micro-batch;
+    DeepSpeed's stages 2 and 3 reduce each, and a JSON of it may name the types in which they are `sent` and `summed`.
     """
+    names = {"bfp16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    sent, summed, loaded = (names.get(str(one), one) for one in (sent, summed, loaded))
     upcast = adapters or kind != "none" or computed == "fp16"
-    stored = "fp32" if upcast else computed
+    stored = "fp32" if upcast else loaded if loaded in names.values() else computed
     reduced = computed if kind != "none" else stored
+    zero = kind.startswith("zero")
     whole = kind in ("zero1", "zero2")
     return {
-        "fsdp.param_dtype": computed, "fsdp.master_dtype": stored, "fsdp.reduce_dtype": reduced,
+        "fsdp.param_dtype": computed, "fsdp.master_dtype": stored,
+        "fsdp.reduce_dtype": sent if sent and zero else reduced,
         "optimizer.state_dtype": stored, "fsdp.reshard_after_forward": reshard and not whole,
         "fsdp.accumulate": {
             "gather": "step" if whole else "microbatch", "reduce": "each" if kind in ("zero2", "zero3") else "last",
-            "dtype": "fp32" if kind == "zero1" else reduced,
+            "dtype": summed if summed and zero else "fp32" if kind == "zero1" else reduced,
         },
     }  # fmt: skip
 

@@ -37,6 +37,8 @@ class Unsaid:
     instead: Any = Omit
     keys: tuple[str, ...] = ()
     """Those of the row's settings that are not said; empty: all."""
+    of_each: Mapping[str, str] = field(default_factory=dict)
+    """Why each setting of several is not said, a default of the tool too; empty: `why`, of those that the file has."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
     lines: dict[str, RecipeLine] = {}
     left: list[Left] = []
     wrong: list[Diagnostic] = []
+    at_fault: set[Source] = set()
     read: set[str] = set()
     renamed = any(f"model.{key}" in overrides for key in Model.exclusive)
     for row in tool.rows:
@@ -161,6 +164,7 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
         note = f"as if {', '.join(one.name for one in unknown)} were left out" if unknown else ""
         if isinstance(result, Conflict):
             wrong.append(_contradiction(result, here))
+            at_fault |= {one.where for one in here if not result.keys or one.key in result.keys}
             result = result.value
         if isinstance(result, Unsaid):
             left += _unsaid(result, row, here, defaults)
@@ -171,7 +175,7 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
     for one in said.values():
         if one.key not in read and not one.key.startswith("recipe."):
             left.append(_left(one, *_reason(tool, one.key)))
-    named = {one.where for line in lines.values() for one in line.said} | {one.where for one in left}
+    named = at_fault | {one.where for line in lines.values() for one in line.said} | {one.where for one in left}
     left += [_left(one, "it is so here anyway, or has no effect", False) for key, one in said.items()
              if key in read and one.where not in named and not key.startswith("recipe.")]  # fmt: skip
     left += [_left(one, "it does not reach the program") for one in settings.lost]
@@ -252,6 +256,10 @@ def _contradiction(conflict: Conflict, here: Sequence[Stated]) -> Diagnostic:
 
 
 def _unsaid(unsaid: Unsaid, row: KeyRow, here: Sequence[Stated], defaults: Mapping[str, Any]) -> Iterator[Left]:
+    if unsaid.of_each:
+        for key, why in unsaid.of_each.items():
+            yield from _unsaid(Unsaid(why, keys=(key,)), row, here, defaults)
+        return
     keys = unsaid.keys or tuple(row.theirs)
     named = [one for one in here if one.key in keys]
     for one in named:

@@ -219,6 +219,31 @@ num_processes: 4
     assert "stands beside a DeepSpeed JSON" in str(Mistakes(translation.warnings))
 
 
+DEEPSPEED = """\
+distributed_type: DEEPSPEED
+num_processes: 4
+mixed_precision: bf16
+deepspeed_config:
+  deepspeed_config_file:
+    {zero_optimization: {stage: 2}, communication_data_type: fp32, data_types: {grad_accum_dtype: fp32},
+     optimizer: {params: {lr: 1e-3}},
+     scheduler: {type: WarmupLR, params: {warmup_min_lr: 0, warmup_max_lr: %s, warmup_num_steps: 5%s}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("most", "form", "left"),
+    [("1e-3", "", "warmup_type"), ("1e-3", ", warmup_type: linear", ""), ("1e-2", "", "warmup_max_lr")],
+)
+def test_deepspeed_s_types_and_warmup(most: str, form: str, left: str) -> None:
+    """The types of sums and of what is sent are obeyed; a rise by the logarithm, its default, is named."""
+    translation, text = translated("accelerate", DEEPSPEED % (most, form))
+    fsdp = loads(text).fsdp
+    assert (fsdp.reduce_dtype, fsdp.accumulate.dtype) == ("fp32", "fp32")
+    told = {name for name in names(translation) if name.startswith("deepspeed_config.")}
+    assert told == ({f"deepspeed_config.scheduler.params.{left}"} if left else set())
+
+
 def test_accelerate_s_megatron_plugin() -> None:
     yaml = """\
 distributed_type: MEGATRON_LM
@@ -284,6 +309,55 @@ def test_torchtitan_s_registry() -> None:
             read(wrong)
 
 
+def test_each_of_several_reasons_is_told_of_its_flag() -> None:
+    """Also of a default that the model here has not."""
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm --window-size 8,0"
+    left = {one.key: one.why for one in translated("megatron", f"torchrun x.py {flags}")[0].left}
+    assert "rotary" in left["--position-embedding-type"] and "rotary" not in left["--window-size"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "state", "left"),
+    [
+        ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "bf16", set()),
+        ("--exp-avg-dtype bf16", "bf16", {"--exp-avg-sq-dtype"}),
+        ("--bf16 --initial-loss-scale 8", "fp32", set()),
+        ("--fp16 --initial-loss-scale 8", "fp32", {"--initial-loss-scale"}),
+        ("--weight-decay-incr-style linear --start-weight-decay 0.1", "fp32", {"--weight-decay-incr-style",
+                                                                                "--start-weight-decay"}),
+    ],
+)  # fmt: skip
+def test_megatron_s_moments_decay_and_scale(flags: str, state: str, left: set[str]) -> None:
+    base = "torchrun --nproc-per-node 1 x.py --use-precision-aware-optimizer "
+    plain, translation = names(translated("megatron", base)[0]), translated("megatron", base + flags)
+    assert loads(translation[1]).optimizer.state_dtype == state and names(translation[0]) - plain == left
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"), [('"layers.10"', (10, 22)), ('["layers.20"]', (20, 12)), ('"layers.10,layers.20"', None)]
+)
+def test_torchtitan_s_older_stages(points: str, expected: tuple[int, ...] | None) -> None:
+    file = f"""\
+[model]
+flavor = "8B"
+[optimizer]
+fused = true
+[training]
+data_parallel_degree = 2
+[experimental]
+pipeline_parallel_degree = 2
+pipeline_parallel_split_points = {points}
+"""
+    if expected is None:
+        with pytest.raises(Mistakes, match="do not cut 32 layers into stages of 2 ranks"):
+            translated("torchtitan", file)
+        return
+    translation, text = translated("torchtitan", file, cluster__devices_per_node=4)
+    recipe = loads(text)
+    assert recipe.pipeline is not None and recipe.pipeline.split == expected and recipe.mesh["fsdp"] == 2
+    assert not any("fused" in name or "split_points" in name for name in names(translation))
+
+
 @pytest.mark.parametrize(
     ("modules", "expected", "left"),
     [("core_attn", "none", {"--recompute-modules"}),
@@ -323,6 +397,9 @@ CONFLICTS = {
     "batch": ("--nproc-per-node 8 --global-batch-size 12", "a global batch of 12 is not divided", Exit.RECIPE),
     "type": ("--num-layers many", "must be a whole number", Exit.RECIPE),
     "types": ("--bf16", "--bf16 and --fp16 together stop it", None),
+    "moments": ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer", None),
+    "decay": ("--end-weight-decay 0.1", "--end-weight-decay needs --weight-decay-incr-style", None),
+    "fsdp2": ("--use-torch-fsdp2", "--use-torch-fsdp2 stops it beside --fp16", None),
     "groups": ("--num-query-groups 2 --num-attention-heads 4", "has no effect without --group-query-attention", None),
     "lost": ("--bf16\n  --seq-length 8 --lr 1", "the line before lost its continuation", None),
 }

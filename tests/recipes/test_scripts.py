@@ -153,6 +153,17 @@ def test_adapters_of_trl_and_llama_factory(flags: str, lora: dict[str, Any] | No
         assert read.targets == lora.get("targets", usual)
 
 
+@pytest.mark.parametrize("least", ['{"min_lr_rate": 0.1}', '{"min_lr": 2e-6}'])
+def test_a_map_behind_a_flag_is_read(least: str) -> None:
+    flags = f"--learning_rate 2e-5 --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{least}' --max_steps 3"
+    translation, text = translated("accelerate", f"python a.py --bf16 --torch_dtype float32 {flags}")
+    recipe = loads(text)
+    assert recipe.schedule.min_lr_ratio == pytest.approx(0.1) and recipe.fsdp.master_dtype == "fp32"
+    assert not any("lr_scheduler" in name or "dtype" in name for name in names(translation))
+    with pytest.raises(Mistakes, match="lr_scheduler_kwargs holds no map"):
+        translated("accelerate", "python a.py --learning_rate 1e-5 --lr_scheduler_kwargs '{min_lr: '")
+
+
 def test_what_is_wrong_with_a_programs_flag_names_the_flag() -> None:
     with pytest.raises(Mistakes) as caught:
         translated("accelerate", "python a.py --per_device_train_batch_size two --max_steps 3")
