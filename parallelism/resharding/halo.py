@@ -147,9 +147,9 @@ def window(
     Elements of a node that were received before, as those that a convolution read are for its weight's gradient, are
     not sent again.
     """
-    pieces = {0: node}
+    pieces, read = {0: node}, emitter.windows.get(node, node)
     for hop, width in halo.hops():
-        key = node, dim, axes, hop, width
+        key = read, dim, axes, hop, width
         if key not in emitter.received:
             strip = emitter.narrow(node, dim, halo.part - width if hop > 0 else 0, width)
             emitter.received[key] = shift(emitter, strip, axes, hop, why)
@@ -157,10 +157,12 @@ def window(
     node = emitter.concatenate([pieces[place] for place in sorted(pieces)], dim)
     node = emitter.pad(node, dim, *halo.padding)
     node = emitter.narrow(node, dim, emitter.pick(axes, halo.starts), halo.length)
-    if fill is None or not halo.outside:
-        return node
-    outside = _outside_mask(emitter, node, dim, size, axes, halo)
-    return emitter.move(aten.masked_fill.Scalar, node, shape_of(node), outside, fill)
+    if fill is not None and halo.outside:
+        outside = _outside_mask(emitter, node, dim, size, axes, halo)
+        node = emitter.move(aten.masked_fill.Scalar, node, shape_of(node), outside, fill)
+    if node is not pieces[0]:
+        emitter.windows[node] = read, dim, axes, halo, fill
+    return node
 
 
 def fold(

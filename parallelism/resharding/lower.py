@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,11 @@ class Emitter:
         self.place = Place()
         self.ranked: dict[tuple[Any, ...], fx.Node] = {}
         """Nodes of numbers that depend on the rank, by function and arguments."""
-        self.received: dict[tuple[fx.Node, int, Axes, int, int], fx.Node] = {}
-        """What neighbours sent of a node: by the node, the dim, the axes, the distance, and the number of elements."""
+        self.windows: dict[fx.Node, Hashable] = {}
+        """What each window is one of: nodes with one key are equal."""
+        self.received: dict[tuple[Hashable, int, Axes, int, int], fx.Node] = {}
+        """What neighbours sent: by the node or the key of a window, the dim, the axes, the distance, and the number of
+        elements."""
         self.prologue: fx.Node | None = None
 
     def at(self, origin: str, place: Place) -> None:

@@ -108,7 +108,7 @@ def test_a_convolution_reads_a_row_of_each_neighbour() -> None:
 
 def test_a_convolution_and_its_weights_gradient_read_a_neighbours_rows_once() -> None:
     """Patches that overlap, as in SegFormer's stem: three rows of the image, and three of its gradient."""
-    x, w = images(2, 3, 128, 16).requires_grad_(), images(4, 3, 7, 7).requires_grad_()
+    x, w = images(2, 3, 128, 64).requires_grad_(), images(4, 3, 7, 7).requires_grad_()
 
     def gradients(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(F.conv2d(x, w, stride=4, padding=3).square().sum(), (x, w))
@@ -116,10 +116,15 @@ def test_a_convolution_and_its_weights_gradient_read_a_neighbours_rows_once() ->
     program = partition(gradients, [x, w], Mesh({"x": 4}), [(None, None, "x"), None], [(None, None, "x"), None])
     for mine, theirs in zip(program.simulate(x, w), gradients(x, w), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-    rows = 2 * 3 * 3 * 16 * 8
+    rows = 2 * 3 * 3 * 64 * 8
     assert [(c.kind, c.bytes) for c in program.collectives] == [
         ("permute", rows), ("permute", rows), ("all_reduce", w.numel() * 8)
     ]  # fmt: skip
+    image = None, None, "x", "y"
+    cut = partition(gradients, [x, w], Mesh({"x": 2, "y": 2}), [image, None], [image, None])
+    assert [c.kind for c in cut.collectives].count("permute") == 4  # of each dim: one forward, one of the gradient
+    for mine, theirs in zip(cut.simulate(x, w), gradients(x, w), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
 def test_resizing_and_padding_send_rows_not_images() -> None:
