@@ -1,4 +1,4 @@
-"""Folders whose weights are numbers of 8 bits with scales, read from `quantization_config`. No torch."""
+"""Folders whose weights are numbers of few bits with scales, read from `quantization_config`. No torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ Block = tuple[int, int]
 class ScaledConfig:
     """How a folder stores its weights: `N` in 8 bits, and its scales `N_scale_inv` or `N_scale`, which multiply it.
 
-    name: what a sentence calls the format. block: the outputs and inputs that share a scale (0: all of them); None: the
-    scales' shape says it, one for a weight or for each output.
+    name: what a sentence calls the format. block: the outputs and inputs that share a scale; None: the scales' shape
+    says it, one for a weight or for each output. packed: the bits of numbers of which an int32 of `N_packed` holds
+    several, the first in its lowest bits, each larger by half their range; 0: `N` is not packed.
     """
 
     name: str
     block: Block | None = None
+    packed: int = 0
 
     @property
     def note(self) -> str:
@@ -64,24 +66,28 @@ def _compressed(settings: Mapping[str, Any]) -> ScaledConfig:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"`config_groups: {_short(groups)}`")
-    blocks = set()
+    forms = set()
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
             raise ValueError(f"`config_groups.{name}: {_short(group)}`")
-        _only({"format": group.get("format"), **weights} if group.get("format") else settings, "format", *_FORMATS)
-        for key, allowed in _WEIGHTS.items():
+        form = group.get("format") or settings.get("format")
+        _only({"format": form}, "format", *_FORMATS, _PACKED)
+        in_words = {"num_bits": (4, 8), "type": ("int",)} if form == _PACKED else {}
+        for key, allowed in {**_WEIGHTS, **in_words}.items():
             _only(weights, key, *allowed, where=f"config_groups.{name}.weights.")
-        blocks.add(_block_of(weights, f"config_groups.{name}.weights"))
-    if len(blocks) > 1:
+        bits = weights.get("num_bits", 8)
+        forms.add((bits, _block_of(weights, f"config_groups.{name}.weights"), bits if form == _PACKED else 0))
+    if len(forms) > 1:
         raise ValueError("`config_groups` with weights of several forms")
-    return ScaledConfig("numbers of 8 bits of compressed-tensors", *blocks)
+    ((bits, block, packed),) = forms
+    return ScaledConfig(f"numbers of {bits} bits of compressed-tensors", block, packed)
 
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_FORMATS, _PACKED = ("float-quantized", "int-quantized", "naive-quantized"), "pack-quantized"
 _WEIGHTS: Mapping[str, tuple[Any, ...]] = {
-    "num_bits": (8,), "symmetric": (True,), "dynamic": (False,), "actorder": (), "strategy": ("tensor", "channel",
-    "block", "group"), "type": ("float", "int"),
+    "num_bits": (8,), "symmetric": (True,), "dynamic": (False,), "actorder": ("weight", "static"),
+    "strategy": ("tensor", "channel", "block", "group"), "type": ("float", "int"),
 }  # fmt: skip
 """The values of a group's settings that are obeyed, None beside them."""
 

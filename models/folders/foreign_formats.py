@@ -74,8 +74,8 @@ def refuse_format(folder: Path) -> None:
 
 
 def refuse_quantization(raw: Mapping[str, Any], where: Path) -> None:
-    """Raises FolderError for a config.json that describes quantized weights other than GPTQ's and those of 8 bits with
-    scales."""
+    """Raises FolderError for a config.json that describes quantized weights other than GPTQ's and numbers of few bits
+    with scales."""
     settings = quantization_of(raw, where.parent)
     if settings is None and isinstance(raw.get("quantization"), Mapping):
         raise FolderError(f"{where} describes weights quantized by MLX, which are not read", _DENSE)
@@ -97,7 +97,7 @@ def refuse_quantization(raw: Mapping[str, Any], where: Path) -> None:
             read = f"of which {error} is not read"
         else:
             return
-    others_read = "GPTQ's are, and those of 8 bits with scales (fp8, compressed-tensors, FBGEMM, ModelOpt)"
+    others_read = "GPTQ's are, and numbers of few bits with scales (fp8, compressed-tensors, FBGEMM, ModelOpt)"
     raise FolderError(f"{where} describes weights quantized by {name}, {read}: {others_read}", fix)
 
 
@@ -116,7 +116,7 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Any:
 
 
 def scaled_folder(folder: Path) -> ScaledConfig | None:
-    """How a folder stores weights of 8 bits with scales; None for a folder of other weights."""
+    """How a folder stores weights as numbers of few bits with scales; None for a folder of other weights."""
     there = (folder / "config.json").is_file()
     settings = quantization_of(read_json(folder, "config.json"), folder) if there else None
     return scaled_config(settings) if isinstance(settings, Mapping) and is_scaled(settings) else None

@@ -1,5 +1,5 @@
 """Reading a quantized folder as a dense one: `P.weight` is computed when it is read, from `P.qweight`, `P.scales`, ...,
-or from 8-bit numbers and their scales."""
+or from numbers of 8 or 4 bits and their scales."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DequantizedTensors(Tensors):
 
 
 class ScaledTensors(Tensors):
-    """The tensors of a folder whose weights are numbers of 8 bits with scales. Each is multiplied to fp32 when read.
+    """The tensors of a folder whose weights are numbers of few bits with scales. Each is multiplied to fp32 when read.
 
     ValueError for numbers of 8 bits without scales, and for scales of another shape than `config` says.
     """
@@ -87,11 +87,18 @@ class ScaledTensors(Tensors):
     def __init__(self, folder: str | os.PathLike[str], config: ScaledConfig) -> None:
         super().__init__(folder)
         self._config = config
-        stored = {name: super(ScaledTensors, self).dtype(name) for name in self._home}
-        self._scale_of = {name: self._scale(name) for name, dtype in stored.items() if dtype in _IN_8_BITS}
-        self._others = {*self._scale_of.values(), *filter(self._of_activations, self._home)}
+        packed = [name for name in self._home if config.packed and name.endswith(_PACKED)]
+        self._packed = {name.removesuffix(_PACKED): name for name in packed}
+        self._home |= {name: self._home[words] for name, words in self._packed.items()}
+        stored = {name: super(ScaledTensors, self).dtype(self._packed.get(name, name)) for name in self._home}
+        self._scale_of = {
+            name: self._scale(name) for name, dtype in stored.items() if dtype in _IN_8_BITS or name in self._packed
+        }
+        shapes = (f"{name}_shape" for name in self._packed)
+        self._others = {*self._scale_of.values(), *filter(self._of_activations, self._home), *shapes,
+                        *self._packed.values()}  # fmt: skip
         for name, dtype in stored.items():
-            if dtype not in _IN_8_BITS and (scale := self._beside(name)) is not None:
+            if name not in self._scale_of and (scale := self._beside(name)) is not None:
                 raise ValueError(f"{self.folder} holds `{scale}` beside `{name}`, which is {dtype}")
 
     def _beside(self, name: str) -> str | None:
@@ -110,7 +117,7 @@ class ScaledTensors(Tensors):
             raise ValueError(f"{self.folder} holds `{name}` in 8 bits without `{name}{_SCALES[0]}` or `{_SCALES[1]}`")
         if (dtype := super().dtype(scale)) not in _SCALE_DTYPES:
             raise ValueError(f"{self.folder}: `{scale}` is of dtype {dtype}, which is not supported")
-        self._sizes(super().shape(name), super().shape(scale), name)
+        self._sizes(self.shape(name), super().shape(scale), name)
         return scale
 
     def _sizes(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -133,8 +140,29 @@ class ScaledTensors(Tensors):
     def dtype(self, name: str) -> str:
         return "F32" if name in self._scale_of else super().dtype(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._packed:
+            return super().shape(name)
+        *rows, words = super().shape(self._packed[name])
+        if f"{name}_shape" not in self._home:
+            raise ValueError(f"{self.folder} holds `{self._packed[name]}` without `{name}_shape`")
+        shape = tuple(super().block(f"{name}_shape").tolist())
+        if shape[:-1] != tuple(rows) or -(-shape[-1] * self._config.packed // 32) != words:
+            raise ValueError(f"{self.folder}: `{self._packed[name]}` {[*rows, words]} has no numbers for {list(shape)}")
+        return shape
+
+    def _unpacked(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The numbers [starts, starts + sizes) of a packed weight, int32."""
+        shape, bits = self.shape(name), self._config.packed
+        starts, sizes = ([*part, *whole[len(part) :]] for part, whole in ((starts, [0] * len(shape)), (sizes, shape)))
+        each, (start, size) = 32 // bits, (starts[-1], sizes[-1])
+        first, end = start // each, -(-(start + size) // each)
+        words = super().block(self._packed[name], [*starts[:-1], first], [*sizes[:-1], end - first])
+        numbers = (words.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)) & ((1 << bits) - 1)
+        return numbers.flatten(-2).narrow(-1, start - first * each, size) - (1 << (bits - 1))
+
     def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        value = super().block(name, starts, sizes)
+        value = self._unpacked(name, starts, sizes) if name in self._packed else super().block(name, starts, sizes)
         if name not in self._scale_of:
             return value
         shape, scales = self.shape(name), super().block(self._scale_of[name])
@@ -146,6 +174,7 @@ class ScaledTensors(Tensors):
         return value.mul_(scales)
 
 
+_PACKED = "_packed"
 _IN_8_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES = ("_scale_inv", "_scale")
 """What a weight's name ends with in that of its scales."""

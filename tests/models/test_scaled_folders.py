@@ -45,6 +45,11 @@ def of_all(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, scale
 
 
+def of_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = weight.abs().unflatten(-1, (-1, 8)).amax(-1) / 7
+    return scales, scales.repeat_interleave(8, 1)
+
+
 def in_exponents(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales, _ = of_blocks(weight)
     scales = scales.log2().ceil().exp2().to(torch.float8_e8m0fnu)
@@ -71,6 +76,8 @@ FORMS: dict[str, tuple[dict[str, Any], str, Scales, torch.dtype]] = {
     "channels": (compressed("channel"), "weight_scale", of_outputs, torch.float8_e4m3fn),
     "integers": (compressed("channel", type="int") | {"format": "int-quantized"}, "weight_scale", of_outputs,
                  torch.int8),
+    "packed": (compressed("group", type="int", num_bits=4, group_size=8) | {"format": "pack-quantized"}, "weight_scale",
+               of_groups, torch.int32),
     "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "weight_scale", of_outputs,
                torch.float8_e4m3fn),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "weight_scale", of_all, torch.float8_e4m3fn),
@@ -87,11 +94,16 @@ def write(place: Path, form: str, family: str = "qwen3") -> dict[str, torch.Tens
             dense[name] = value
             continue
         scales, of_each = scales_of(value.float())
-        codes = (value.float() / of_each).round() if dtype == torch.int8 else value.float() / of_each
-        tensors[name] = codes.to(dtype)
+        codes = value.float() / of_each
+        tensors[name] = (codes if dtype.is_floating_point else codes.round()).to(dtype)
         tensors[f"{name.removesuffix('weight')}{leaf}"] = scales
         tensors[f"{name.removesuffix('weight')}input_scale"] = torch.ones(())
         dense[name] = tensors[name].float() * of_each
+        if form == "packed":  # eight numbers of 4 bits in an int32, the first in its lowest bits
+            numbers = (tensors.pop(name) + 8).view(value.shape[0], -1, 8).long()
+            words = sum(numbers[..., i] << 4 * i for i in range(8))
+            tensors[f"{name}_packed"] = torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
+            tensors[f"{name}_shape"] = torch.tensor(value.shape)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
@@ -138,7 +150,11 @@ NOT_READ = [
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, "`expert_dtype: fp4`"),
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "`weight_block_size: "),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "`quant_algo: NVFP4`"),
-    (compressed("channel") | {"format": "pack-quantized"}, "`format: pack-quantized`"),
+    (compressed("group") | {"format": "nvfp4-pack-quantized"}, "`format: nvfp4-pack-quantized`"),
+    (
+        compressed("channel", type="int", num_bits=3) | {"format": "pack-quantized"},
+        "`config_groups.group_0.weights.num_bits: 3`",
+    ),
     (compressed("channel") | {"quantization_status": "frozen"}, "`quantization_status: frozen`"),
     (compressed("channel") | {"transform_config": {"config_groups": {"R1": {}}}}, "`transform_config: "),
     (compressed("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "`sparsity_config: "),
