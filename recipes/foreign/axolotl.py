@@ -198,9 +198,20 @@ def _schedule(
     return schedule(name, first, least, total, over, way)
 
 
-def _evaluate(share: float, every: Any, per_epoch: Any) -> Any:
-    if not share:
+def _saved(strategy: Any, every: Any, per_epoch: Any) -> Any:
+    if strategy is False or strategy == "no":
         return 0
+    if strategy in (None, "steps") and type(every) is int:
+        return every
+    keys = ("saves_per_epoch", "save_steps") if strategy in (None, "steps") else ("save_strategy",)
+    return Unsaid("checkpoints are a number of steps apart", 500, keys)
+
+
+def _evaluate(strategy: Any, share: float, every: Any, per_epoch: Any) -> Any:
+    if not share or strategy is False or strategy == "no":
+        return 0
+    if strategy not in (None, "steps"):
+        return Unsaid("evaluations are a number of steps apart", 500, ("eval_strategy",))
     if type(every) is int:
         return every
     return Unsaid("evaluations are a number of steps apart", 500, ("evals_per_epoch", "eval_steps"))
@@ -266,12 +277,12 @@ ROWS = (
         lambda norm, own: (norm if own is None else deepspeed.clipping(own)) or None),
     KeyRow("seed", {"seed": 42}),
     KeyRow("evaluate.every_steps",
-        {"val_set_size": 0.0, "eval_steps": Maybe(object), "evals_per_epoch": Maybe(object)}, _evaluate),
+        {"eval_strategy": Maybe(object), "val_set_size": 0.0, "eval_steps": Maybe(object),
+         "evals_per_epoch": Maybe(object)}, _evaluate),
     KeyRow("data.source",
         {"datasets": [], "pretraining_dataset": Maybe(object), "recipe.data.source": Maybe(str)}, _data),
-    KeyRow("checkpoint.every_steps", {"save_steps": Maybe(object), "saves_per_epoch": Maybe(object)},
-        lambda steps, each: steps if type(steps) is int else
-        Unsaid("checkpoints are a number of steps apart", 500, ("saves_per_epoch", "save_steps"))),
+    KeyRow("checkpoint.every_steps",
+        {"save_strategy": Maybe(object), "save_steps": Maybe(object), "saves_per_epoch": Maybe(object)}, _saved),
     KeyRow("checkpoint.keep_last", {"save_total_limit": 4}),
     KeyRow("logging.every_steps", {"logging_steps": 10}),
     KeyRow("logging.wandb", {"wandb_project": Maybe(str)}, lambda name: {"project": name} if name else None),
@@ -316,7 +327,7 @@ TOOL = Tool(
     aside=(
         rf"{ASIDE}|{deepspeed.ASIDE}|wandb_(?!project).*|output_dir|dataset_prepared_path|hub_.*|lora_model_dir|"
         r"resume_from_checkpoint|"
-        r"model_type|tokenizer_type|strict|debug|auto_resume.*|save_safetensors|save_first_step|save_strategy|save_only_model|"
+        r"model_type|tokenizer_type|strict|debug|auto_resume.*|save_safetensors|save_first_step|save_only_model|"
         r"eval_table_size|eval_max_new_tokens|early_stopping_patience|loss_watchdog.*|trust_remote_code|tf32|use_tensorboard|"
         r"is_.*_derived_model|eval_sample_packing|pad_to_sequence_len|gradient_checkpointing_kwargs\..*|use_ray|ray_.*|"
         r"use_otel.*|otel_.*|dataloader_.*|dataset_processes|use_wandb|use_mlflow|mlflow.*|swanlab.*|remove_unused_columns|"

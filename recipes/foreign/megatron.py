@@ -421,6 +421,9 @@ ROWS = (
                 "--min-loss-scale": Maybe(float), "--loss-scale-window": Maybe(float), "--hysteresis": Maybe(int)},
         lambda fp16, *scales: Unsaid("the scale of the loss is no key of a recipe", keys=SCALES)
         if fp16 and any(one is not None for one in scales) else Omit),
+    KeyRow((), {"--distribute-saved-activations": False, "--sequence-parallel": False},
+        lambda spread, sequence: Conflict("what is saved is not distributed with --sequence-parallel: it stops")
+        if spread and sequence else Unsaid("each rank of tp keeps all that is saved here") if spread else Omit),
     KeyRow((), {"--rotary-percent": 1.0},
         lambda share: Omit if share == 1 else Unsaid("rotary positions turn all of a head here")),
     KeyRow((), {"--calculate-per-token-loss": False}, lambda _: Omit),
@@ -454,6 +457,7 @@ TOOL = Tool(
         r"--(q-lora-rank|kv-lora-rank|qk-head-dim|qk-pos-emb-head-dim|v-head-dim|mscale.*|rotary-scaling-factor)":
             "no family here has latent attention",
         r"--(deepspeed.*|zero-stage)": "DeepSpeed's sharding is not read here: --use-distributed-optimizer is stage 1",
+        r"--pipeline-model-parallel-layout": "give pipeline.split=[...]; a stage has layers here, not the loss alone",
         r"--init-method-std": "weights begin as the model's family has it",
         r"--(optimizer-cpu-offload|optimizer-offload-fraction|cpu-offloading.*|fine-grained-activation-offloading|"
         r"offload-modules|use-torch-optimizer-for-cpu-offload)": "a recipe offloads whole layers' activations alone",

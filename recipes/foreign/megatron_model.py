@@ -125,14 +125,19 @@ def _mixture(flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             keys["route_scale"] = scale
     elif flags["moe_router_pre_softmax"] and not flags["qk_layernorm"]:
         differs["--moe-router-pre-softmax"] = "the chosen scores are normalized to sum to 1"
-    coefficient = flags["moe_aux_loss_coeff"]
+    if not special and flags["moe_router_topk_scaling_factor"] not in (None, 1):
+        differs["--moe-router-topk-scaling-factor"] = (
+            "only a mixture with shared experts or sigmoids scales scores here"
+        )
+    coefficient, way = flags["moe_aux_loss_coeff"], str(flags["moe_router_load_balancing_type"])
+    aux = "aux_loss" in way and isinstance(coefficient, int | float) and coefficient > 0
+    if way not in ("aux_loss", "none") and (aux or "aux_loss" not in way):
+        differs["--moe-router-load-balancing-type"] = "the experts' load is balanced over a micro-batch, by a loss"
     if bias and flags["moe_router_bias_update_rate"]:
         keys |= {"balance": "bias", "balance_rate": flags["moe_router_bias_update_rate"]}
-    elif (
-        "aux_loss" in str(flags["moe_router_load_balancing_type"])
-        and isinstance(coefficient, int | float)
-        and coefficient
-    ):
+        if aux:
+            differs["--moe-aux-loss-coeff"] = "the experts' load is balanced by the bias alone"
+    elif aux:
         keys |= {"balance": "loss", "balance_rate": coefficient}
     else:
         keys |= {"balance": "none"}

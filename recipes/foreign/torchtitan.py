@@ -342,7 +342,8 @@ ROWS = (
     ),
     KeyRow("loss.chunks", {"loss.num_chunks": Maybe(int)}, stated),
     KeyRow("train.steps", {"training.steps": 10000}),
-    KeyRow("train.clip_grad_norm", {"training.max_norm": 1.0}, lambda norm: norm or None),
+    KeyRow("train.clip_grad_norm", {"training.max_norm": 1.0},
+        lambda norm: norm or Conflict("a norm of at most 0 makes every gradient 0", None, "a large one clips nothing")),
     KeyRow("train.on_nonfinite", {}, lambda: "stop"),
     KeyRow(
         "evaluate",

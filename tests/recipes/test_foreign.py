@@ -176,6 +176,46 @@ def test_activations_that_wait_on_the_host(tool: str, file: str, expected: Any, 
     assert told in str(Mistakes(translation.warnings)) + str(translation.left)
 
 
+@pytest.mark.parametrize(
+    ("said", "every", "left"),
+    [
+        ("save_strategy: no\neval_strategy: no", (0, 0), set()),
+        ("save_strategy: epoch\neval_strategy: epoch", (500, 500), {"save_strategy", "eval_strategy"}),
+        ("save_strategy: steps\nsave_steps: 7\neval_steps: 8", (7, 8), set()),
+    ],
+)
+def test_when_axolotl_saves_and_evaluates(said: str, every: tuple[int, int], left: set[str]) -> None:
+    translation, text = translated("axolotl", f"{AXOLOTL}val_set_size: 0.1\n{said}")
+    recipe = loads(text)
+    assert (recipe.checkpoint.every_steps, recipe.evaluate.every_steps) == every
+    assert {name for name in names(translation) if name.startswith(("save", "eval"))} == left
+
+
+@pytest.mark.parametrize(
+    ("flags", "balance", "left"),
+    [
+        ("--moe-aux-loss-coeff 1e-2", "loss", set()),
+        ("--moe-aux-loss-coeff 1e-2 --moe-router-enable-expert-bias", "bias", {"--moe-aux-loss-coeff"}),
+        ("--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss", "loss",
+         {"--moe-router-load-balancing-type"}),
+        ("--moe-router-load-balancing-type sinkhorn", "none", {"--moe-router-load-balancing-type"}),
+        ("--moe-router-load-balancing-type none", "none", set()),
+        ("--moe-router-topk-scaling-factor 2.5", "none", {"--moe-router-topk-scaling-factor"}),
+    ],
+)  # fmt: skip
+def test_megatron_s_balance_and_scores(flags: str, balance: str, left: set[str]) -> None:
+    size = "torchrun x.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --qk-layernorm "
+    translation, text = translated("megatron", size + flags)
+    assert loads(text).model.balance == balance
+    assert {name for name in names(translation) if name.startswith("--moe")} == left
+
+
+def test_torchtitan_s_norm_of_zero_is_told() -> None:
+    translation, text = translated("torchtitan", "[training]\nmax_norm = 0.0\n")
+    assert "makes every gradient 0" in str(Mistakes(translation.warnings))
+    assert loads(text).train.clip_grad_norm is None
+
+
 def test_axolotl_of_a_base_in_few_bits(tmp_path: Path) -> None:
     """A known base stands for its quantized folder in plans; a pattern of layers is their names; a model of the hub is
     named; DeepSpeed's settings are those of the map, or of the file, that the configuration has."""
@@ -399,6 +439,7 @@ CONFLICTS = {
     "types": ("--bf16", "--bf16 and --fp16 together stop it", None),
     "moments": ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer", None),
     "decay": ("--end-weight-decay 0.1", "--end-weight-decay needs --weight-decay-incr-style", None),
+    "saved": ("--distribute-saved-activations --sequence-parallel", "not distributed with --sequence-parallel", None),
     "fsdp2": ("--use-torch-fsdp2", "--use-torch-fsdp2 stops it beside --fp16", None),
     "groups": ("--num-query-groups 2 --num-attention-heads 4", "has no effect without --group-query-attention", None),
     "lost": ("--bf16\n  --seq-length 8 --lr 1", "the line before lost its continuation", None),
