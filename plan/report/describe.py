@@ -89,7 +89,10 @@ def _annotations(program: Program, tensors: Sequence[Tensor]) -> Annotations:
     """How many annotations were written, what they annotate, and how much follows from them."""
     own = [record for record in program.records.values() if record.annotated]
     alike = {(pattern(record.name), str(record.layout)): record.name for record in own}
-    lines = {key: {p for p in program.explanation_of(name).written_at if not p.default} for key, name in alike.items()}
+    lines = {
+        key: {place for place in program.explanation_of(name).written_at if place.says and not place.default}
+        for key, name in alike.items()
+    }  # what says nothing is no line of a recipe, but how another program stores a value
     annotated = {tensor.name for tensor in tensors if tensor.annotated}
     counted = {record.label for record in own if record.label in annotated or record.role == "batch"}
     by_lines = {record.label for record in own if lines[pattern(record.name), str(record.layout)]} & counted

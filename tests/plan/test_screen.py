@@ -38,6 +38,9 @@ def test_lines_that_annotate_are_counted_apart_from_tensors_and_defaults(report)
     written = planner.report(loads(RECIPE + rules), "").annotations
     assert (written.written, written.tensors, written.by_default) == (3, 8, 0)
     assert "8 tensors annotated by 3 lines (*), " in str(written)
+    for once in ("gather=step", "reduce=last"):
+        none = planner.report(loads(RECIPE, [f"fsdp.accumulate.{once}"]), "").annotations
+        assert (none.written, none.tensors) == (0, 0) and " annotated by defaults (*), " in str(none)
     for line in ("annotate={embedded: [batch, seq, embed]}", "pin={output.weight: [tp, null]}"):
         one = planner.report(loads(RECIPE, [f"sharding.{line}"]), "").annotations
         assert (one.written, one.tensors) == (1, 1)
