@@ -35,6 +35,40 @@ def stretched_records(program: Program, depth: Depth) -> dict[str, ValueRecord] 
     return None if stretch is None else stretch.records()
 
 
+def renumbered(program: Program, depth: Depth, by: int) -> Program:
+    """The program of layers that are `by` further, of one that is alike but for the layers' numbers.
+
+    It is what partitioning their own graph gives, without the reasons of its shardings.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    stack = identifier(f"{depth.stack}.")
+
+    def moved(name: str) -> str:
+        number, _, rest = name.removeprefix(stack).partition("_")
+        return f"{stack}{int(number) + by}_{rest}" if name.startswith(stack) and number.isdigit() else name
+
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.placeholder(moved(node.name))
+            copies[node].meta.update(node.meta)
+        else:
+            copies[node] = copy_node(graph, node, copies.__getitem__)
+        if INFO in node.meta:
+            copies[node].meta[INFO] = depth.info(info(node), by)
+    records = [
+        replace(one, name=depth.shift_name(one.name, by), label=depth.shift_name(one.label, by))
+        for one in program.records.values()
+    ]
+    inputs, outputs = (
+        tuple(replace(port, name=depth.shift_name(port.name, by)) for port in ports)
+        for ports in (program.inputs, program.outputs)
+    )
+    return replace(
+        program, graph=graph, inputs=inputs, outputs=outputs, records={one.name: one for one in records}, reasons=None
+    )
+
+
 class _Unlike(Exception):
     """An error for two blocks that differ in more than the numbers of their layers; `_Stretch.of` catches it."""
 

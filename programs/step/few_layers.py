@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from tpshard.parallelism.depth import Depth
-from tpshard.parallelism.partitioning.stretch import stretch_program, stretched_records
+from tpshard.parallelism.partitioning.stretch import renumbered, stretch_program, stretched_records
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.sharding import Layout
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.checks import check_remat, check_reshards, control_flow_notes, traceable
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.step_programs import MicroMaker, counters_of, trained_by
 from tpshard.programs.setting.naming import untrained_notes
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.device_programs import device_programs, held_by_devices
+from tpshard.programs.step.device_programs import DevicePrograms, device_programs, held_by_devices
 from tpshard.programs.step.splitting import balance_stages, layers_of
 from tpshard.programs.step.staged import finished_stages, recompute_uncut, table_of
 from tpshard.programs.step.training_step import TrainingPrograms
@@ -127,6 +128,53 @@ def priced_stages(setting: Setting, memo: Memo | None = None) -> TrainingProgram
         make = partial(device_programs, setting, storage, base, held, i, trained, counters_of(few), memo)
         devices.append(memo.of("device's programs", setting, make, alike))
     return TrainingPrograms(setting, few, table, tuple(devices), storage, tuple(layers), stages)
+
+
+def programs_of_devices(
+    setting: Setting, storage: Mapping[str, Layout], base: Program, by_device: Sequence[Sequence[str]],
+    trained: Collection[str], counters: int, memo: Memo,
+) -> tuple[DevicePrograms, ...]:  # fmt: skip
+    """What each device runs once per step (`device_programs`); where two hold alike layers alone, the second one's
+    programs are the first one's with other numbers."""
+    done: list[DevicePrograms] = []
+    for i, names in enumerate(by_device):
+        apart = _treats_layers_apart(setting.recipe) or _names_layers(setting)
+        twins = (
+            (other, _distance(setting, by_device[other], names, storage, trained)) for other in range(i * (not apart))
+        )
+        j, by = next((twin for twin in twins if twin[1] is not None), (0, None))
+        programs = None if by is None else _renumbered(done[j], setting.depth, by)
+        done.append(programs or device_programs(setting, storage, base, by_device, i, trained, counters, memo))
+    return tuple(done)
+
+
+def _distance(
+    setting: Setting, names: Sequence[str], others: Sequence[str], storage: Mapping[str, Layout],
+    trained: Collection[str],
+) -> int | None:  # fmt: skip
+    """By how many layers the parameters of one device are further than another's; None where they are not alike."""
+    depth = setting.depth
+    if depth is None or depth.period != 1 or depth.head or len(names) != len(others):
+        return None
+    first, second = (depth.layer(each[0]) if each else None for each in (names, others))
+    if first is None or second is None:
+        return None
+    by = second - first
+    alike = all(
+        depth.layer(name) is not None and depth.shift_name(name, by) == other and storage[name] == storage[other]
+        and (name in trained) == (other in trained)
+        for name, other in zip(names, others)
+    )  # fmt: skip
+    return by if alike else None
+
+
+def _renumbered(of: DevicePrograms, depth: Depth | None, by: int) -> DevicePrograms | None:
+    """The programs with other numbers of layers; None where their warnings name one."""
+    if depth is None or any(depth.names_a_layer(text) for one in of.by_role.values() for text in one.warnings):
+        return None
+    moved = {role: renumbered(program, depth, by) for role, program in of.by_role.items()}
+    names, trained = (tuple(depth.shift_name(name, by) for name in each) for each in (of.names, of.trained))
+    return replace(of, names=names, trained=trained, **moved)
 
 
 def _treats_layers_apart(recipe: Recipe) -> bool:

@@ -15,8 +15,8 @@ from tpshard.programs.parts.passes import apply
 from tpshard.programs.parts.step_programs import MicroMaker, counters_of, trained_by
 from tpshard.programs.setting.cluster import check_fp8
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.device_programs import device_programs, held_by_devices
-from tpshard.programs.step.few_layers import micro_program, noted_micro
+from tpshard.programs.step.device_programs import held_by_devices
+from tpshard.programs.step.few_layers import micro_program, noted_micro, programs_of_devices
 from tpshard.programs.step.splitting import balance_stages, layers_of
 from tpshard.programs.step.staged import finished_stages, recompute_uncut, table_of
 from tpshard.programs.step.training_step import TrainingPrograms
@@ -49,9 +49,7 @@ def build(
         )
     held = held_by_devices(table, [stage.parameters for stage in stages] or [list(storage)], list(storage))
     trained, counters = trained_by(base), counters_of(base)
-    devices = tuple(
-        device_programs(setting, storage, base, held, i, trained, counters, memo) for i in range(table.devices)
-    )
+    devices = programs_of_devices(setting, storage, base, held, trained, counters, memo)
     step = TrainingPrograms(setting, micro, table, devices, storage, tuple(layers), stages)
     if stages:
         return step

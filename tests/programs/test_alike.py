@@ -242,6 +242,35 @@ def test_stages_whose_layers_a_recipe_treats_apart_are_not_alike(more: str) -> N
     assert few_layers.priced_stages(deep) is None
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "more", "shared"),
+    [
+        ("{schedule: 1f1b, split: [1, 1, 1, 1, 1, 7]}", "", 3),
+        ("{schedule: zero_bubble}", "optimizer: {name: muon}", 3),
+        ("{schedule: 1f1b}", "fsdp: {accumulate: {gather: step, reduce: last}}", 3),
+        ("{schedule: 1f1b}", "fsdp: {wrap: [layers.3, 'layers.*']}", 0),
+        ("{schedule: 1f1b}", "sharding: {annotate: {'layers.5.residual': [batch, null, embed]}}", 0),
+    ],
+)  # fmt: skip
+def test_devices_with_alike_layers_have_one_s_programs_with_other_numbers(
+    pipeline: str, more: str, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    plain = few_layers.device_programs
+
+    def counted(*args: Any) -> Any:
+        made.append(args[4])
+        return plain(*args)
+
+    of = setting("{pp: 6, fsdp: 2}", "tiny", more, f"pipeline: {pipeline}")
+    deep = Setting.of(with_changes(of.recipe, ["model.layers=12", "batch.global_sequences=24"]))
+    monkeypatch.setattr(few_layers, "device_programs", counted)
+    actual = training.build(deep).fingerprints
+    assert len(made) == 6 - shared
+    monkeypatch.setattr(few_layers, "_distance", lambda *_: None)
+    assert training.build(deep).fingerprints == actual
+
+
 def test_settings_that_share_a_captured_graph_get_their_own_programs() -> None:
     """A graph serves every mesh with as many rows, and building from it changes nothing in it."""
     memo, keys, actual = Memo(), set(), []
