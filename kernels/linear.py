@@ -20,7 +20,7 @@ from tpshard.kernels import one_row
 
 TILE = 8
 """Rows of one product with plain weights, and those with whose bits a probe compares other numbers of rows."""
-TILES = (64, 48, 32, 24, 16, 8, 4, 2, 1)
+TILES = (128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
 """Rows of one product with packed weights, as far as they change no bit."""
 _NARROWER = (4, 2, 1)
 _MOST_PROBED = 2**22

@@ -28,8 +28,8 @@ from tpshard.programs.setting import naming
 from tpshard.recipes.keys.schema import Recipe
 
 Kind = Literal["cpu", "gpu"]
-LONGEST = {"cpu": 64, "gpu": 2048}
-"""Rows of the largest step by default. More rows gain nothing on a CPU, and delay other requests."""
+LONGEST = {"cpu": 128, "gpu": 2048}
+"""Rows of the largest step by default. More rows gain little on a CPU, and delay other requests."""
 LEAST = {"cpu": 1, "gpu": TILE}
 """Rows of the smallest step."""
 APART = {"cpu": 2, "gpu": 8}

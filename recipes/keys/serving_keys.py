@@ -91,7 +91,7 @@ class Serve(Section):
     requests: Annotated[int, limits(least=1, most=1024)] = 64
     """Answers computed at once."""
     step_tokens: Annotated[int, limits(least=8, most=65536)] | None = None
-    """Maximal tokens computed in one step; a longer prompt takes several. null: 64 on a CPU, 2048 on a GPU, and at
+    """Maximal tokens computed in one step; a longer prompt takes several. null: 128 on a CPU, 2048 on a GPU, and at
     least `requests`."""
     queue: Annotated[int, limits(least=0, most=100000)] = 256
     """Answers that may wait; more are refused with 429."""

@@ -116,8 +116,8 @@ def test_the_fingerprint_is_the_recipes_and_not_the_caches() -> None:
 
 
 def test_the_sizes_of_steps_follow_from_requests_and_device() -> None:
-    assert setting(LLAMA).rows == (1, 2, 4, 8, 16, 24, 32, 48, 64)
-    assert setting(LLAMA, "serve.requests=100").rows == (1, 2, 4, 8, 16, 24, 32, 48, 64, 104)
+    assert setting(LLAMA).rows == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+    assert setting(LLAMA, "serve.requests=100").rows == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
     assert setting(LLAMA, kind="gpu").rows == (8, 64, 512, 2048)
     small = setting(LLAMA, "serve.step_tokens=20", "serve.requests=3")
     assert small.rows == (1, 2, 4, 8, 16, 24) and [small.logit_rows(rows) for rows in small.rows] == [1, 2, 4, 8, 8, 8]
