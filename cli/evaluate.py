@@ -246,10 +246,10 @@ def _as_json(one: HeldOutLoss) -> dict[str, Any]:
 
 
 def open_stored(source: str, recipe: Recipe, context: Context, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The reader of the model's blocks, with its folder, its step and its run's folder. Rank 0 verifies checkpoints."""
+    """The reader of the model's blocks, with its folder, its step and its run's folder. Every rank calls it."""
     from tpshard.cli.shared.sources import ADAPTERS, MANIFEST, latest, open_source
-    from tpshard.train.checkpoints.restore import SavedCheckpoint, open_checkpoint
-    from tpshard.train.checkpoints.store_path import location
+    from tpshard.train.checkpoints.restore import open_checkpoint
+    from tpshard.train.checkpoints.verify import Together
 
     folder = stored_place(source, recipe)
     of_model = isinstance(folder, Path) and any((folder / name).is_file() for name in ("config.json", ADAPTERS))
@@ -263,11 +263,10 @@ def open_stored(source: str, recipe: Recipe, context: Context, expected: Mapping
                     fix="evaluate the folder without the recipe, or name the recipe that it was made from",
                 )  # fmt: skip
         return {"read": model.read_block, "folder": folder, "step": None, "run": None}
-    chosen = None
-    if context.is_main:
-        checkpoint = open_checkpoint(folder) if (folder / MANIFEST).is_file() else latest(folder, recipe)
-        chosen = str(checkpoint.folder)
-    checkpoint = SavedCheckpoint(location(context.from_main(chosen)))
+    with context.watchdog.allow(float(recipe.timeout_s.start), "reading checkpoints"):
+        ranks = Together.of(context)
+        one = context.from_main((folder / MANIFEST).is_file())
+        checkpoint = open_checkpoint(folder, ranks) if one else latest(folder, recipe, ranks=ranks)
     checkpoint.require(expected, dtypes=False, moments=False)
     run = checkpoint.folder.absolute().parent.parent
     return {

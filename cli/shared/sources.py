@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
     from tpshard.train.checkpoints.restore import SavedCheckpoint
     from tpshard.train.checkpoints.store_path import Location
+    from tpshard.train.checkpoints.verify import Together
 
 
 MANIFEST, ADAPTERS = "manifest.json", "adapter_config.json"
@@ -139,12 +140,16 @@ def model_place(named: str, recipe: Recipe, key: str) -> Location | None:
     return latest(place / "checkpoints", recipe, key).folder if steps(place / "checkpoints") else None
 
 
-def latest(checkpoints: Location, recipe: Recipe, key: str = "run.dir") -> SavedCheckpoint:
-    """The newest undamaged checkpoint, which stderr names. Raises `Mistakes` (exit 7) where there is none, at the
-    recipe's `key`."""
+def latest(
+    checkpoints: Location, recipe: Recipe, key: str = "run.dir", ranks: Together | None = None
+) -> SavedCheckpoint:
+    """The newest undamaged checkpoint, which stderr names. ranks: those of which each calls this. Raises `Mistakes`
+    (exit 7) where there is none, at the recipe's `key`."""
     from tpshard.train.checkpoints.restore import newest
+    from tpshard.train.checkpoints.verify import ALONE
 
-    checkpoint = newest(checkpoints)
+    ranks = ranks or ALONE
+    checkpoint = newest(checkpoints, ranks)
     if checkpoint is None:
         raise Mistakes.one(
             f"there is no checkpoint in {checkpoints}",
@@ -152,7 +157,8 @@ def latest(checkpoints: Location, recipe: Recipe, key: str = "run.dir") -> Saved
             where=recipe.where(key),
             fix="`tpshard train` writes them; or name a checkpoint's folder",
         )
-    print(f"reading {checkpoint.folder}", file=sys.stderr, flush=True)
+    if ranks.rank == 0:
+        print(f"reading {checkpoint.folder}", file=sys.stderr, flush=True)
     return checkpoint
 
 

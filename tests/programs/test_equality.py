@@ -77,8 +77,8 @@ def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch)
 def test_a_fault_of_a_pass_is_in_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = training.apply
 
-    def faulty(setting: Any, program: Any, **how: Any) -> Any:
-        reference_run = plain(setting, program, **how)
+    def faulty(setting: Any, program: Any, *how: Any) -> Any:
+        reference_run = plain(setting, program, *how)
         named = {port.name for port in program.inputs if port.kind == "parameter"}
         fault = FAULTS["a norm's gradient halved"]
         return (

@@ -1,6 +1,5 @@
 """Verifying a checkpoint on several ranks, which are threads here."""
 
-import dataclasses
 import logging
 import threading
 import time
@@ -14,28 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import Gathering, flip, model, save_on, shards
-from tpshard.parallelism.runtime.context import Context, alone
 from tpshard.parallelism.runtime.watchdog import Watchdog
 from tpshard.train.checkpoints import restore, verify
 from tpshard.train.checkpoints.restore import newest
-from tpshard.train.checkpoints.verify import first_damage, shares
+from tpshard.train.checkpoints.verify import Together, first_damage, shares
 
 
-def on_ranks(world: int, work: Callable[[Context], Any]) -> tuple[list[Any], list[Watchdog]]:
+def on_ranks(world: int, work: Callable[[Together], Any]) -> tuple[list[Any], list[Watchdog]]:
     """What `work` returns on each of `world` threads that gather among themselves, and their watchdogs."""
     gather, watchdogs = Gathering(world), [Watchdog(rank, 60) for rank in range(world)]
     results: list[Any] = [None] * world
 
-    class Rank(Context):
-        def largest(self, number: int) -> int:
-            return max(gather(self.rank, number))
-
-        def gather(self, value: Any) -> list[Any]:
-            return gather(self.rank, value)
-
     def run(rank: int) -> None:
-        same = {field.name: getattr(alone(), field.name) for field in dataclasses.fields(Context)}
-        results[rank] = work(Rank(**{**same, "rank": rank, "world": world, "watchdog": watchdogs[rank]}))
+        results[rank] = work(Together(rank, world, lambda value: gather(rank, value), watchdogs[rank].beat))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -61,7 +51,7 @@ def test_ranks_read_each_file_once_and_agree_on_the_newest_that_is_whole(
 
     monkeypatch.setattr(restore, "sha256_of", counted)
     with caplog.at_level(logging.WARNING):
-        found, _ = on_ranks(ranks, lambda context: newest(tmp_path, context))
+        found, _ = on_ranks(ranks, lambda ranks: newest(tmp_path, ranks))
     assert [one.step for one in found] == [1] * ranks
     assert read == {f"step-{step:06d}/rank-{rank:05d}.safetensors": 1 for step in (1, 2) for rank in range(4)}
     told = [record.getMessage() for record in caplog.records]
@@ -77,7 +67,7 @@ def test_what_one_rank_reads_is_progress_to_the_ranks_that_wait(monkeypatch: pyt
             read(1)
         return ""
 
-    _, watchdogs = on_ranks(3, lambda context: first_damage({"large": 10, "small": 1}, slow, context))
+    _, watchdogs = on_ranks(3, lambda ranks: first_damage({"large": 10, "small": 1}, slow, ranks))
     assert all(watchdog.progress >= 4 for watchdog in watchdogs), [watchdog.progress for watchdog in watchdogs]
 
 
@@ -88,7 +78,7 @@ def test_a_rank_whose_disk_stands_still_is_no_progress(monkeypatch: pytest.Monke
         time.sleep(0.3)
         return f"{name} is missing"
 
-    results, watchdogs = on_ranks(2, lambda context: first_damage({"b": 1, "a": 1}, stands, context))
+    results, watchdogs = on_ranks(2, lambda ranks: first_damage({"b": 1, "a": 1}, stands, ranks))
     assert results == ["b is missing"] * 2, "the first in the manifest's order, on every rank"
     assert [watchdog.progress for watchdog in watchdogs] == [0, 0]
 
@@ -103,6 +93,6 @@ def test_every_file_is_one_ranks_and_no_rank_reads_a_file_more_than_it_must(file
 
 def test_a_tensor_of_a_checkpoint_that_ranks_verified_is_read_by_each(tmp_path: Path) -> None:
     save_on(2, tmp_path, 7, lambda rank: shards(model(), 2, 1, rank))
-    found, _ = on_ranks(2, lambda context: newest(tmp_path, context))
+    found, _ = on_ranks(2, lambda ranks: newest(tmp_path, ranks))
     for name, tensor in model().items():
         assert all(torch.equal(one.tensor(name), tensor) for one in found)

@@ -17,12 +17,11 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.file_lock import is_at, try_lock
 from tpshard.files.folder_json import read_regular
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.parallelism.runtime.context import Context, alone
 from tpshard.train.checkpoints.checkpoint import FORMAT, OPTIMIZER, VERSION, check_cover, manifest_sum, step_name, steps
 from tpshard.train.checkpoints.checkpoint_drafts import MANIFEST
 from tpshard.train.checkpoints.shards import StoredTensors
 from tpshard.train.checkpoints.store_path import Location, StoreError, StorePath
-from tpshard.train.checkpoints.verify import Read, first_damage, sha256_of
+from tpshard.train.checkpoints.verify import ALONE, Read, Together, first_damage, sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +66,13 @@ class SavedCheckpoint:
         }
         self._open: dict[str, Any] = {}
 
-    def verify(self) -> None:
-        """Reads every file and compares its sha256. In a store, a file whose tag is that of the upload is not read.
-
-        Raises:
-            Damaged: names the first file that is missing, truncated or changed.
+    def first_damage(self, ranks: Together = ALONE) -> str:
+        """Reads every file, compares its sha256, and names the first that is missing, truncated or changed; "" if none
+        is. In a store, a file whose tag is that of the upload is not read. Of several `ranks` each must call it.
         """
-        if damage := first_damage({name: file["bytes"] for name, file in self.files.items()}, self.damage, alone()):
-            raise Damaged(damage)
+        return first_damage({name: file["bytes"] for name, file in self.files.items()}, self._damage, ranks)
 
-    def damage(self, name: str, read: Read) -> str:
+    def _damage(self, name: str, read: Read) -> str:
         """The fault of a file; "" if it has none. `read` is called with the bytes of each part that was read."""
         path, file = self.folder / name, self.files[name]
         try:
@@ -187,15 +183,14 @@ class SavedCheckpoint:
             raise Damaged(f"{self.folder / file} cannot be read: {error}") from error
 
 
-def newest(directory: Location, context: Context | None = None) -> SavedCheckpoint | None:
+def newest(directory: Location, ranks: Together = ALONE) -> SavedCheckpoint | None:
     """The newest undamaged checkpoint. Damaged ones are named in a warning and passed over.
 
-    Reads the whole checkpoint: with a `context` every rank must call it, each reads a share of the files, and each byte
-    that one of them reads is progress to the watchdogs of all.
+    Reads the whole checkpoint: of several `ranks` each must call it and reads a share of the files, and what one of
+    them reads is progress to the watchdogs of all.
 
     Args:
         directory: a run's `checkpoints`.
-        context: this rank's connection to the others; None for a process without others.
 
     Returns:
         None where there is no checkpoint.
@@ -203,21 +198,19 @@ def newest(directory: Location, context: Context | None = None) -> SavedCheckpoi
     Raises:
         Mistakes: exit 7; all checkpoints are damaged.
     """
-    context = context or alone()
     refused: list[str] = []
-    names = [path.name for path in reversed(steps(directory).values())] if context.is_main else []
-    for name in context.from_main(names):
+    names = [path.name for path in reversed(steps(directory).values())] if ranks.rank == 0 else []
+    for name in ranks.from_first(names):
         checkpoint, damage = _open(directory / name)
-        if not (damage := next(filter(None, context.gather(damage)), "")):
+        if not (damage := next(filter(None, ranks.gather(damage)), "")):
             assert checkpoint is not None
-            files = {name: file["bytes"] for name, file in checkpoint.files.items()}
-            damage = first_damage(files, checkpoint.damage, context)
+            damage = checkpoint.first_damage(ranks)
         if not damage:
-            if refused and context.is_main:
+            if refused and ranks.rank == 0:
                 logger.warning("falling back to %s", name)
             return checkpoint
         refused.append(damage)
-        if context.is_main:
+        if ranks.rank == 0:
             logger.warning("checkpoint %s is damaged: %s", name, damage)
     if refused:
         raise Mistakes.one(
@@ -240,15 +233,16 @@ def _open(path: Location) -> tuple[SavedCheckpoint | None, str]:
     return checkpoint, ""
 
 
-def open_checkpoint(folder: Location) -> SavedCheckpoint:
-    """The checkpoint in `folder`, verified.
+def open_checkpoint(folder: Location, ranks: Together = ALONE) -> SavedCheckpoint:
+    """The checkpoint in `folder`, verified, of several `ranks` by all of them.
 
     Raises:
         Mistakes: exit 7; it is missing or damaged.
     """
     try:
         checkpoint = SavedCheckpoint(folder)
-        checkpoint.verify()
+        if damage := checkpoint.first_damage(ranks):
+            raise Damaged(damage)
     except Damaged as error:
         raise Mistakes.one(
             f"{folder} cannot be loaded",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tpshard.parallelism.runtime.context import Context
 from tpshard.train.checkpoints.store_path import Location, StorePath
@@ -20,6 +21,31 @@ Read = Callable[[int], None]
 """Is told the number of bytes of each part that was read; called by several threads."""
 
 
+class Together(NamedTuple):
+    """This rank's place among those that verify a checkpoint together, by default none but itself."""
+
+    rank: int = 0
+    world: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    """Returns the values (JSON) of all ranks, in their order."""
+    beat: Callable[[], None] = lambda: None
+    """Tells this rank's watchdog of progress."""
+
+    @staticmethod
+    def of(context: Context) -> Together:
+        """All ranks of a run."""
+        return Together(context.rank, context.world, context.gather, context.watchdog.beat)
+
+    def from_first(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+    def any(self, flag: bool) -> bool:
+        return any(self.gather(flag))
+
+
+ALONE = Together()
+
+
 def sha256_of(path: Location, read: Read) -> str:
     """The sum of a file, which is read in parts. Raises OSError."""
     digest = hashlib.sha256()
@@ -29,24 +55,24 @@ def sha256_of(path: Location, read: Read) -> str:
     return digest.hexdigest()
 
 
-def first_damage(files: Mapping[str, int], damage: Callable[[str, Read], str], context: Context) -> str:
+def first_damage(files: Mapping[str, int], damage: Callable[[str, Read], str], ranks: Together) -> str:
     """The fault of the first file that has one, the same on every rank; "" where none has. Every rank must call it.
 
     files: the bytes of each file. damage: a file's fault, "" if it has none. Where any rank has read more, the
     watchdogs of all take it for progress: one large file may take longer than they wait.
     """
     parts: list[int] = []  # appended to by all readers, which no two can do at once
-    mine = shares(files, context.world)[context.rank]
+    mine = shares(files, ranks.world)[ranks.rank]
     with ThreadPoolExecutor(8) as readers:  # hashing releases the interpreter's lock
         faults = {name: readers.submit(damage, name, parts.append) for name in mine}
         left, known = set(faults.values()), 0
-        while context.any(bool(left)):
+        while ranks.any(bool(left)):
             left = wait(left, timeout=ROUND_S).not_done
             known, before = len(parts), known
-            if context.any(known > before):
-                context.watchdog.beat()
+            if ranks.any(known > before):
+                ranks.beat()
     found: dict[str, str] = {}
-    for some in context.gather({name: fault.result() for name, fault in faults.items()}):
+    for some in ranks.gather({name: fault.result() for name, fault in faults.items()}):
         found.update(some)
     return next((found[name] for name in files if found[name]), "")
 

@@ -23,6 +23,7 @@ from tpshard.train.checkpoints.background_save import BackgroundSaver
 from tpshard.train.checkpoints.checkpoint import OPTIMIZER
 from tpshard.train.checkpoints.restore import SavedCheckpoint, newest
 from tpshard.train.checkpoints.store_path import Location
+from tpshard.train.checkpoints.verify import Together
 from tpshard.train.data.generated_rows import GeneratedRows
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.stream import Loader, merge_states
@@ -118,7 +119,7 @@ class TrainingLoop:
     def _newest(self) -> SavedCheckpoint | None:
         """The newest undamaged checkpoint, verified by all ranks together."""
         with self.context.watchdog.allow(float(self.recipe.timeout_s.start), "reading checkpoints"):
-            return newest(self.checkpoints, self.context)
+            return newest(self.checkpoints, Together.of(self.context))
 
     def _restore(self, checkpoint: SavedCheckpoint) -> None:
         """Sets the engine and the course to a checkpoint's. `resume: force` starts the optimizer anew where the
