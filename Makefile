@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 BIN := $(VENV)/bin
-# Two workers, whatever the machine: each keeps a pool of processes, and a thread each is enough for small tensors.
+# Three workers, whatever the machine: one waits for processes while two compute. A thread each is enough for small tensors.
 export OMP_NUM_THREADS ?= 1
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -rs
 
 .PHONY: setup train test tests texts test-avx2 test-all test-triton test-busy lint gpu
 setup: $(VENV)/.installed
