@@ -248,8 +248,8 @@ def import_object(key: str, path: str) -> Any:
 
 def _other_file(package: str) -> str:
     """What to add where the working directory has a file of an imported module's name that is not this module."""
-    own, found = Path(*package.split(".")).with_suffix(".py"), sys.modules[package].__file__
-    if not own.is_file() or (found is not None and own.samefile(found)):
+    own, found = Path(*package.split(".")).with_suffix(".py"), getattr(sys.modules[package], "__file__", None)
+    if not own.is_file() or (found is not None and os.path.realpath(found) == os.path.realpath(own)):
         return ""
     return f"; it is {found or 'a module of Python'}, found before ./{own}: give your file another name"
 

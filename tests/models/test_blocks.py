@@ -241,6 +241,9 @@ def test_a_file_with_the_name_of_another_module_is_told_which_one_was_found(
     (tmp_path / "sched.py").write_text("def half(): ...\n")
     with pytest.raises(ValueError, match=r"sched has no half; it is .*sched.py, found before ./sched.py"):
         import_object("schedule.name", "sched:half")
+    (tmp_path / "sys.py").write_text("")
+    with pytest.raises(ValueError, match=r"sys has no half; it is a module of Python, found before ./sys.py"):
+        import_object("schedule.name", "sys:half")
     (tmp_path / "only_here.py").write_text("")
     with pytest.raises(ValueError, match=r"only_here has no half$"):
         import_object("schedule.name", "only_here:half")

@@ -38,6 +38,29 @@ def start(context: Context, folder: str, *overrides: str) -> str:
     return ""
 
 
+def test_a_run_on_two_ranks_begins_from_another_runs_newest_checkpoint(
+    finished: Path, tmp_path: Path, pool: Any
+) -> None:
+    """And from a checkpoint that is named itself; workers open it one by one."""
+    whole = finished / "mine"
+    expected = rows(finished)[-1]["step"]
+    for number, place in enumerate((whole, whole / "checkpoints" / f"step-{expected:06d}")):
+        more = [
+            f"train.init_from={place}",
+            "train.steps=1",
+            "optimizer.lr=1e-9",
+            "schedule.warmup_steps=0",
+            "mesh.fsdp=2",
+        ]
+        assert pool.run(start, str(tmp_path / str(number)), *more, world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1}) == [
+            "",
+            "",
+        ]
+    first, other = (rows(tmp_path / str(number)) for number in (0, 1))
+    losses = [[row["loss"] for row in each if "loss" in row] for each in (rows(finished), first, other)]
+    assert losses[1] == losses[2] and losses[1][0] < losses[0][0] - 0.01, losses
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 

@@ -37,13 +37,16 @@ class Together(NamedTuple):
         return Together(context.rank, context.world, context.gather, context.watchdog.beat)
 
     def from_first(self, value: Any) -> Any:
+        """Rank 0's value. Every rank must call it."""
         return self.gather(value)[0]
 
     def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Every rank must call it."""
         return any(self.gather(flag))
 
 
 ALONE = Together()
+"""A process that verifies by itself, which may be one of several workers."""
 
 
 def sha256_of(path: Location, read: Read) -> str:
